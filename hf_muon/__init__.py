@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hf-muon: train Hugging Face models with the Muon optimizer.
+
+Importing this package registers `optim="dmuon"` with transformers (once, and without importing transformers:
+the registration runs when transformers' own modules are loaded). It starts no CUDA context and has no other effect.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .integrations.transformers.registration import register
+
+if TYPE_CHECKING:
+    from .config import MuonConfig
+    from .integrations.transformers.factory import OptimizerFactory
+    from .optim import MuonWithAuxAdam
+    from .orthogonalize import newton_schulz
+    from .param_groups import explain_parameters, tag_parameters
+
+__version__ = "0.1.0"
+
+# Public names and the modules that hold them; loaded on first use so that `import hf_muon` stays quick.
+_PUBLIC = {
+    "MuonConfig": "config",
+    "MuonWithAuxAdam": "optim",
+    "OptimizerFactory": "integrations.transformers.factory",
+    "explain_parameters": "param_groups",
+    "newton_schulz": "orthogonalize",
+    "tag_parameters": "param_groups",
+}
+
+__all__ = ["MuonConfig", "MuonWithAuxAdam", "OptimizerFactory", "explain_parameters", "newton_schulz", "tag_parameters"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])
+
+
+register()
