@@ -31,7 +31,14 @@ _PUBLIC = {
     "tag_parameters": "param_groups",
 }
 
-__all__ = ["MuonConfig", "MuonWithAuxAdam", "OptimizerFactory", "explain_parameters", "newton_schulz", "tag_parameters"]
+__all__ = [
+    "MuonConfig",
+    "MuonWithAuxAdam",
+    "OptimizerFactory",
+    "explain_parameters",
+    "newton_schulz",
+    "tag_parameters",
+]
 
 
 def __getattr__(name: str) -> Any:
