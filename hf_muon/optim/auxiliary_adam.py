@@ -117,8 +117,8 @@ def adamw_update_(
 
 
 @torch.no_grad()
-def applied_square_sum(param: Tensor, state: dict[str, Any], group: dict[str, Any], lr: float) -> Tensor | None:
-    """Return the sum of squares of the step AdamW last made on this rank's part of `param`, from its state."""
+def applied_square_sum(state: dict[str, Any], group: dict[str, Any], lr: float) -> Tensor | None:
+    """Return the sum of squares of the step AdamW last made on this rank's part of a parameter, from its state."""
     exp_avg, exp_avg_sq = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
     if exp_avg.numel() == 0:
         return None

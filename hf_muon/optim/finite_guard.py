@@ -158,3 +158,54 @@ def first_nonfinite(grads: NamedGradients) -> str | None:
         if part.numel() and not bool(torch.isfinite(part).all()):
             return name
     return None
+
+
+class StepGuard:
+    """Decides about every step and remembers what was decided."""
+
+    def __init__(self, record: SkipRecord | None = None) -> None:
+        self.record = record or SkipRecord()
+        self._policy: SkipPolicy | None = None
+
+    def judge(
+        self,
+        grads: NamedGradients,
+        params: list[Tensor],
+        reducer: FiniteReducer | None,
+        choose_policy: Callable[[], SkipPolicy],
+    ) -> Verdict:
+        """Return the verdict on a step with these gradients; collective if `reducer` or the parameters are.
+
+        Args:
+            grads: named gradients of this rank.
+            params: all parameters, with and without gradient, so that every rank takes part in the same collectives.
+            reducer: makes the flag agree over ranks; None agrees over the meshes of DTensor parameters.
+            choose_policy: called once, at the first step after `reset_policy`.
+
+        Raises:
+            RuntimeError: ten skipped steps in a row.
+        """
+        device = local_tensor(grads[0][1] if grads else params[0]).device
+        flag = nonfinite_flag((grad for _, grad in grads), device)
+        if reducer is not None:
+            flag = reducer(flag)
+        elif any(is_dtensor(param) for param in params):
+            flag = agree_over_meshes(flag, params)
+        if self._policy is None:
+            self._policy = choose_policy()
+        verdict = self._policy.judge(flag)
+        self.settle(READ_LAG, grads)
+        self.record.check()
+        return verdict
+
+    def settle(self, lag: int = 0, grads: NamedGradients | None = None) -> SkipRecord:
+        """Enter all outcomes at least `lag` steps old and return the record; waits for the device at lag 0."""
+        if self._policy is not None:
+            for skipped in self._policy.outcomes(lag):
+                self.record.add(skipped, lambda: first_nonfinite(grads or []))
+        return self.record
+
+    def reset_policy(self) -> None:
+        """Choose the policy anew at the next step: parameters may have moved to another device."""
+        self.settle()
+        self._policy = None

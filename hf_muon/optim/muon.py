@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,26 +11,15 @@ import torch
 from torch import Tensor
 
 from ..config import MuonConfig, coerce_options
-from .auxiliary_adam import adamw_update_, applied_square_sum, has_fused_adamw, use_fused
-from .finite_guard import (
-    READ_LAG,
-    DeviceSkip,
-    FiniteReducer,
-    HostSkip,
-    NamedGradients,
-    SkipPolicy,
-    SkipRecord,
-    Verdict,
-    agree_over_meshes,
-    first_nonfinite,
-    nonfinite_flag,
-)
+from .auxiliary_adam import adamw_update_, has_fused_adamw, use_fused
+from .finite_guard import DeviceSkip, FiniteReducer, HostSkip, NamedGradients, SkipPolicy, StepGuard
 from .functional import MuonEntry, MuonOptions, muon_update_
 from .group_layout import as_groups, label_of, split_group
 from .notices import logger, shorten, warn_once
 from .parameter_state import adapt_state, fits, has_values, new_state, saved_state
 from .state_loading import LoadPlan, plan_load
-from .tensor_layout import is_dtensor, local_tensor, needs_gather
+from .tensor_layout import is_dtensor, needs_gather
+from .update_size import UpdateSize
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -59,6 +47,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         TypeError: a value of the wrong kind.
         NotImplementedError: a complex parameter.
     """
+
+    finite_reducer: FiniteReducer | None = None
+    track_update_rms: bool = False
+    skip_on_device: bool | None = None
+    _checked_precision: bool = False
+    _config: MuonConfig
+    _guard: StepGuard
+    _sizes: UpdateSize
+    _known: dict[str, Tensor]  # name -> parameter object, as of the last time state was in order
 
     def __init__(self, params_or_groups: Any, config: MuonConfig | None = None, **options: Any) -> None:
         if config is not None and not isinstance(config, MuonConfig):
@@ -128,8 +125,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for label, param, group in self._labelled_params():
             if label in names:
                 self.state[param] = new_state(param, group["use_muon"], self._fused(param))
-        self._settle(0)
-        self._policy = None
+        self._guard.reset_policy()
 
     def state_dict(self) -> dict[str, Any]:
         """Return state by number and groups with names; plain values only (`torch.load(weights_only=True)`).
@@ -179,7 +175,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     # ------------------------------------------------------------------ step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Collective when parameters are DTensors. Waits for the device only where `skip_on_device` is off.
@@ -200,9 +196,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 loss = closure()
         self._synchronize_state()
         grads = self._named_gradients()
-        self._squares, self._adam_steps = [], []
-        self._num_muon_elements = 0
-        verdict = self._judge(grads)
+        self._sizes = UpdateSize()
+        params = [param for _, param, _ in self._labelled_params()]
+        verdict = self._guard.judge(grads, params, self.finite_reducer, self._choose_policy)
         if not verdict.skip:
             self._warn_about_low_precision()
             for group in self.param_groups:
@@ -220,9 +216,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 "Muon gathers sharded gradients on every rank and orthogonalizes each matrix there: right, but slow."
                 " Dedicated owners (dmuon) do this work once per job."
             )
-        squares = self._squares if self.track_update_rms else None
-        if squares is not None:
-            self._num_muon_elements += sum(local_tensor(entry.param).numel() for entry in entries)
+        for entry in entries:
+            self._sizes.expect_muon(entry.param)
+        squares = self._sizes.muon_squares if self.track_update_rms else None
         muon_update_(entries, MuonOptions.from_group(group), skip=mask, squares=squares)
 
     def _step_adam(self, group: dict[str, Any], mask: Tensor | None) -> None:
@@ -231,9 +227,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if param.grad is not None:
                 kinds.setdefault((self._fused(param) or mask is not None, is_dtensor(param)), []).append(param)
         for (fused, _), params in kinds.items():
+            for param in params:
+                state = self.state[param]
+                if fused and state["step"].device != param.device:  # the choice changed after construction
+                    state["step"] = state["step"].to(param.device, torch.float32)
             adamw_update_(
                 params,
-                [param.grad for param in params],
+                [param.grad for param in params if param.grad is not None],
                 [self.state[param] for param in params],
                 lr=group["lr"],
                 betas=group["betas"],
@@ -243,21 +243,20 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 found_inf=None if mask is None else mask.float(),
             )
             if self.track_update_rms:
-                self._adam_steps += [(param, group, float(group["lr"])) for param in params]
+                for param in params:
+                    self._sizes.add_adam(param, self.state[param], group)
 
     # ------------------------------------------------------------------ non-finite gradients
 
     @property
     def num_skipped_steps(self) -> int:
         """Return how many steps were skipped for inf or NaN; waits for steps still on their way on a device."""
-        self._settle(0)
-        return self._record.total
+        return self._guard.settle().total
 
     @property
     def last_step_skipped(self) -> bool:
         """Return whether the last step was skipped for inf or NaN."""
-        self._settle(0)
-        return self._record.last
+        return self._guard.settle().last
 
     def update_rms(self) -> dict[str, float]:
         """Return the RMS per element of the last step of each half, weight decay aside; this rank's part.
@@ -266,43 +265,22 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """
         if not self.track_update_rms:
             return {}
+        halves = {bool(group["use_muon"]) for group in self.param_groups}
         skipped = self.last_step_skipped
         result = {}
-        if any(group["use_muon"] for group in self.param_groups):
-            total = sum(float(square) for square in self._squares)
-            result["muon"] = 0.0 if skipped else (total / max(1, self._num_muon_elements)) ** 0.5
-        if any(not group["use_muon"] for group in self.param_groups):
-            count = sum(local_tensor(param).numel() for param, _, _ in self._adam_steps)
-            squares = [applied_square_sum(p, self.state[p], group, lr) for p, group, lr in self._adam_steps]
-            total = sum(float(square) for square in squares if square is not None)
-            result["adamw"] = 0.0 if skipped else (total / max(1, count)) ** 0.5
+        if True in halves:
+            result["muon"] = 0.0 if skipped else self._sizes.muon_rms()
+        if False in halves:
+            result["adamw"] = 0.0 if skipped else self._sizes.adam_rms()
         return result
 
-    def _judge(self, grads: NamedGradients) -> Verdict:
-        params = [param for _, param, _ in self._labelled_params()]
-        device = local_tensor(grads[0][1]).device if grads else local_tensor(params[0]).device
-        flag = nonfinite_flag((grad for _, grad in grads), device)
-        if self.finite_reducer is not None:
-            flag = self.finite_reducer(flag)
-        elif any(is_dtensor(param) for param in params):
-            flag = agree_over_meshes(flag, params)
-        if self._policy is None:
-            self._policy = DeviceSkip() if self._can_skip_on_device(params) else HostSkip()
-        verdict = self._policy.judge(flag)
-        self._settle(READ_LAG, grads)
-        self._record.check()
-        return verdict
-
-    def _can_skip_on_device(self, params: list[Tensor]) -> bool:
-        if self.skip_on_device is not None:
-            return self.skip_on_device
-        adam_params = [p for group in self.param_groups if not group["use_muon"] for p in group["params"]]
-        return all(p.is_cuda for p in params) and all(self._fused(p) for p in adam_params)
-
-    def _settle(self, lag: int, grads: NamedGradients | None = None) -> None:
-        if self._policy is not None:
-            for skipped in self._policy.outcomes(lag):
-                self._record.add(skipped, lambda: first_nonfinite(grads or []))
+    def _choose_policy(self) -> SkipPolicy:
+        on_device = self.skip_on_device
+        if on_device is None:
+            params = [param for _, param, _ in self._labelled_params()]
+            adam_params = [param for _, param, group in self._labelled_params() if not group["use_muon"]]
+            on_device = all(p.is_cuda for p in params) and all(self._fused(p) for p in adam_params)
+        return DeviceSkip() if on_device else HostSkip()
 
     def _named_gradients(self) -> NamedGradients:
         result = []
@@ -354,7 +332,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         old = dict(self.state)
         restarted: list[str] = []
         for label, param, group in self._labelled_params():
-            state = old.get(param) or old.get(self._known.get(label)) or {}
+            state = old.get(param) or old.get(self._known.get(label, param)) or {}
             if param in old and fits(param, state, group["use_muon"]):
                 continue
             carried = adapt_state(param, state, group["use_muon"], self._fused(param)) if state else None
@@ -362,9 +340,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 restarted.append(label)
             self.state[param] = carried or new_state(param, group["use_muon"], self._fused(param))
         present = {param for group in self.param_groups for param in group["params"]}
-        for key in [key for key in self.state if isinstance(key, Tensor) and key not in present]:
-            del self.state[key]
-        self._squares, self._adam_steps = [], []
+        for gone in [key for key in self.state if isinstance(key, Tensor) and key not in present]:
+            del self.state[gone]
+        self._sizes = UpdateSize()
         self._remember_names()
         if restarted:
             logger.warning(
@@ -384,38 +362,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
 
     def _set_missing_attributes(self) -> None:
-        defaults: dict[str, Callable[[], Any]] = {
-            "_config": MuonConfig,
-            "_record": SkipRecord,
-            "_known": dict,
-            "_squares": list,
-            "_adam_steps": list,
-            "_num_muon_elements": int,
-            "_checked_precision": bool,
-            "track_update_rms": bool,
-        }
-        for name, make in defaults.items():
+        """Make what `torch.optim.Optimizer` does not pickle, where it is not there yet."""
+        for name, make in {"_config": MuonConfig, "_guard": StepGuard, "_known": dict, "_sizes": UpdateSize}.items():
             if name not in self.__dict__:
-                setattr(self, name, make())
-        self.__dict__.setdefault("_policy", None)
-        self.__dict__.setdefault("finite_reducer", None)
-        self.__dict__.setdefault("skip_on_device", None)
-
-    # Annotations of what _set_missing_attributes makes, for readers and type checkers.
-    finite_reducer: FiniteReducer | None
-    skip_on_device: bool | None
-    track_update_rms: bool
-    _config: MuonConfig
-    _policy: SkipPolicy | None
-    _record: SkipRecord
-    _known: dict[str, Tensor]
-    _squares: list[Tensor]
-    _adam_steps: list[tuple[Tensor, dict[str, Any], float]]
+                self.__dict__[name] = make()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_config", "track_update_rms", "skip_on_device", "_record")
-        self._settle(0)
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        own = {"_config": self._config, "_guard": StepGuard(self._guard.settle())}
+        switches = {"track_update_rms": self.track_update_rms, "skip_on_device": self.skip_on_device}
+        return {**super().__getstate__(), **own, **switches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

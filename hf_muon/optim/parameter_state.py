@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,5 +70,5 @@ def saved_state(param: Tensor, saved: State, use_muon: bool, fused: bool) -> Sta
 
 def has_values(state: State) -> bool:
     """Return whether any tensor of `state` is not zero on this rank; reads them on the host."""
-    tensors = [local_tensor(cast(Tensor, value)) for value in state.values() if isinstance(value, Tensor)]
+    tensors = [local_tensor(value) for value in state.values() if isinstance(value, Tensor)]
     return any(bool(tensor.any()) for tensor in tensors if tensor.numel() and not tensor.is_meta)
