@@ -72,6 +72,12 @@ def train_sharded(rank: int, expected: dict[str, torch.Tensor], on_device: bool 
     optimizer = MuonWithAuxAdam(groups_of(params), fused_adam="true" if on_device else "auto", **OPTIONS)
     optimizer.skip_on_device = on_device
     for step in range(STEPS):
+        if step == 1:  # whole tensors, as a checkpoint of one process holds them
+            saved = optimizer.state_dict()
+            for state in saved["state"].values():
+                for key in state:
+                    state[key] = state[key].full_tensor() if isinstance(state[key], DTensor) else state[key]
+            optimizer.load_state_dict(saved)
         for name, grad in gradients(step).items():
             params[name].grad = distribute_tensor(grad, mesh, params[name].placements)
         if step == BAD_STEP and rank == 1:  # only one rank sees it; both must skip
@@ -99,10 +105,12 @@ def train_owned(rank: int, expected: dict[str, torch.Tensor]) -> None:
         if name == "bias":
             params[name] = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
         else:
-            params[name] = nn.Parameter(own(name, value))
-            params[name].__class__ = OwnedDTensor
+            params[name] = own(name, value).requires_grad_()  # the runtime's class makes it a Parameter
     optimizer = MuonWithAuxAdam(groups_of(params), **OPTIONS)
     for step in range(STEPS):
+        if step == 1:  # a round trip in the middle changes nothing
+            optimizer.load_state_dict(optimizer.state_dict())
+            assert isinstance(optimizer.state[params["tall"]]["momentum_buffer"], OwnedDTensor)
         for name, grad in gradients(step).items():
             is_bias = name == "bias"
             params[name].grad = distribute_tensor(grad, mesh, [Shard(0)]) if is_bias else own(name, grad)
