@@ -33,12 +33,15 @@ def new_state(param: Tensor, use_muon: bool, fused: bool) -> State:
 
 
 def fits(param: Tensor, state: State, use_muon: bool) -> bool:
-    """Return whether `state` has every key, on the device and in the shape of `param`."""
+    """Return whether `state` has every key, on the device, in the shape and in the dtype that `param` asks for."""
+    dtype = momentum_dtype(param) if use_muon else param.dtype
     for key in state_keys(use_muon):
         value = state.get(key)
         if value is None:
             return False
-        if key != "step" and (value.device != param.device or value.shape != param.shape):
+        if key == "step":
+            continue
+        if value.device != param.device or value.shape != param.shape or value.dtype != dtype:
             return False
     return True
 

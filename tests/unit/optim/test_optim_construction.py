@@ -250,6 +250,21 @@ def test_case_26_replaced_parameters_keep_half_and_state(make_model, give_gradie
     assert same(*results)
 
 
+def test_state_follows_a_model_that_changes_its_dtype(make_model, give_gradients) -> None:
+    model = make_model(0).bfloat16()
+    optimizer = MuonWithAuxAdam(model.named_parameters(), lr=0.01, fused_adam="true")
+    give_gradients(model, 0)
+    optimizer.step()
+    average = optimizer.state[model.up.bias]["exp_avg"].clone()
+    model.float()  # keeps the Parameter objects
+    optimizer.rebuild_state()
+    assert optimizer.state[model.up.bias]["exp_avg"].dtype == torch.float32
+    assert torch.equal(optimizer.state[model.up.bias]["exp_avg"], average.float())
+    assert float(optimizer.state[model.up.bias]["step"]) == 1.0
+    give_gradients(model, 1)
+    optimizer.step()
+
+
 def test_case_26_replaced_unnamed_parameters_start_fresh_with_a_line(make_model, give_gradients, caplog) -> None:
     model = make_model(0)
     optimizer = MuonWithAuxAdam(model.parameters(), lr=0.01)
