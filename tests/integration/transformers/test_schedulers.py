@@ -2,7 +2,7 @@
 """Every scheduler of transformers runs, and both halves keep the ratio of their learning rates."""
 
 import pytest
-from transformers import SchedulerType
+from transformers import SchedulerType, TrainerCallback
 
 from tests.support.trainer_runs import EXACT, make_trainer, token_rows, training_entries
 
@@ -64,11 +64,6 @@ def test_case_19_an_absolute_floor_is_relative_to_learning_rate(tmp_path):
 
 def test_case_17_both_rates_are_in_the_logs_and_the_state(tmp_path):
     seen = []
-
-    class Tracker:
-        pass
-
-    from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
