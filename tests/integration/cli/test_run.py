@@ -83,11 +83,10 @@ def test_the_report_holds_its_data_and_fetches_nothing(folder, results):
     assert not re.search(r"https?://|<link|<img|@import|url\(|src=", page)
     drawn = [json.loads(text.replace("&quot;", '"')) for text in re.findall(r'data-points="([^"]*)"', page)]
     assert len(drawn) == 2 * 6  # two widths of four curves, the grid and the seeds
-    training = drawn[4]  # held-out by step twice, then training by step
+    training = drawn[2]  # the held-out chart twice, then the training chart
     mean = (results["runs"][0]["loss"][0] + results["runs"][2]["loss"][0]) / 2
     assert training[0]["s"] == "muon" and training[0]["t"] == f"step 1: {mean:.3f}"
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
-    assert "$" not in re.sub(r"<(script|style)>.*?</\1>|<pre>.*?</pre>", "", page, flags=re.S).replace("${", "")
 
 
 def test_the_written_config_repeats_the_run(folder, results, tmp_path, capsys):

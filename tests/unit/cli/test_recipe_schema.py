@@ -101,7 +101,7 @@ def test_tiny_needs_a_tiny_block(tmp_path):
 
 
 def test_an_unknown_recipe_is_named():
-    with pytest.raises(UsageError, match="'demmo' is not a recipe. Did you mean 'demo'"):
+    with pytest.raises(UsageError, match=r"'demmo' is not a recipe. Did you mean 'demo'\?"):
         find_recipe("demmo")
     with pytest.raises(UsageError, match=r"gone/x.yaml is not a file"):
         find_recipe("gone/x.yaml")
