@@ -7,6 +7,7 @@ Commands import torch and transformers inside their functions, so that help and 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
 from typing import Annotated
@@ -63,6 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: the words after `hf-muon`; those of the process when left out.
     """
     words = sys.argv[1:] if arguments is None else arguments
+    # OpenMP reads this when torch is loaded. Threads that spin while they wait make a run on busy cores 20x slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     quiet_third_parties()
     route_own_log()
     code = _run(words)

@@ -118,13 +118,12 @@ def orthogonalize(
     batch = math.prod(matrix.shape[:-2])
     form = resolve_method(method, m, n, len(rows), device_type=matrix.device.type)
     iterate = gram_iteration if form == "gram" else standard_iteration
-    if batch == 1:
-        flat = matrix.reshape(m, n)
-        result = iterate(_normalised(flat, product_dtype, eps), rows)
-        return result.to(matrix.dtype).reshape(matrix.shape)
     flat = matrix.reshape(batch, m, n)
     if not loops_over_matrices(m, n, matrix.device.type):
+        # A batch of one too: one kernel for every batch size, so that a result does not depend on its neighbours.
         return iterate(_normalised(flat, product_dtype, eps), rows).to(matrix.dtype).reshape(matrix.shape)
+    if batch == 1:
+        return iterate(_normalised(flat[0], product_dtype, eps), rows).to(matrix.dtype).reshape(matrix.shape)
     out = torch.empty(flat.shape, dtype=matrix.dtype, device=matrix.device)
     for one, target in zip(flat.unbind(0), out.unbind(0), strict=True):
         target.copy_(iterate(_normalised(one, product_dtype, eps), rows))

@@ -48,7 +48,7 @@ def _as_text(key: str, value: Any) -> str:
         if key in ("include", "exclude"):
             return ";".join(str(item) for item in value)
         flat = [x for item in value for x in (item if isinstance(item, (list, tuple)) else [item])]
-        return "(" + ",".join(repr(float(item)) for item in flat) + ")"
+        return ";".join(repr(float(item)) for item in flat)  # Trainer splits at every comma, also in brackets
     return str(value)
 
 
