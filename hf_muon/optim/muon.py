@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MuonWithAuxAdam`: one torch optimizer, Muon for hidden matrices and AdamW for everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import MuonConfig, coerce_options
+from .auxiliary_adam import adamw_update_, has_fused_adamw, use_fused
+from .finite_guard import DeviceSkip, FiniteReducer, HostSkip, NamedGradients, SkipPolicy, StepGuard
+from .functional import MuonEntry, MuonOptions, muon_update_
+from .group_layout import as_groups, label_of, split_group
+from .notices import logger, shorten, warn_once
+from .parameter_state import adapt_state, fits, has_values, new_state, saved_state
+from .state_loading import LoadPlan, plan_load
+from .tensor_layout import is_dtensor, needs_gather
+from .update_size import UpdateSize
+
+
+class MuonWithAuxAdam(torch.optim.Optimizer):
+    """Optimize matrices with Muon and all other parameters with AdamW, in one optimizer.
+
+    Groups carry `use_muon` and, where names are known, `param_names`. All state exists from construction:
+    `momentum_buffer` (float32) on Muon; `step`, `exp_avg`, `exp_avg_sq` on AdamW as in `torch.optim.AdamW`. A step
+    with any inf or NaN in any gradient is skipped whole. Parameters without gradient are left alone.
+
+    Attributes:
+        finite_reducer: optional function that makes the 0/1 "some gradient is not finite" tensor agree over ranks;
+            without one it is agreed over the meshes of DTensor parameters. Not pickled.
+        track_update_rms: record what `update_rms()` needs; off by default.
+        skip_on_device: decide about non-finite gradients without waiting for the device; None chooses it on CUDA
+            whenever AdamW is fused there. Set it before the first step.
+
+    Args:
+        params_or_groups: parameters or (name, parameter) pairs tagged by `hf_muon.tag_parameters`; or groups with
+            `use_muon`, or of tagged parameters (each is then split in two and keeps its options).
+        config: options; default `MuonConfig()`.
+        **options: single options of `MuonConfig`; they override `config`.
+
+    Raises:
+        ValueError: nothing to optimize, an untagged or duplicated parameter, a vector in a Muon group, a bad option.
+        TypeError: a value of the wrong kind.
+        NotImplementedError: a complex parameter.
+    """
+
+    finite_reducer: FiniteReducer | None = None
+    track_update_rms: bool = False
+    skip_on_device: bool | None = None
+    _checked_precision: bool = False
+    _config: MuonConfig
+    _guard: StepGuard
+    _sizes: UpdateSize
+    _known: dict[str, Tensor]  # name -> parameter object, as of the last time state was in order
+
+    def __init__(self, params_or_groups: Any, config: MuonConfig | None = None, **options: Any) -> None:
+        if config is not None and not isinstance(config, MuonConfig):
+            raise TypeError(f"config must be a MuonConfig; got {type(config).__name__}. Pass options by keyword.")
+        self._config = dataclasses.replace(config or MuonConfig(), **coerce_options(options))
+        self._set_missing_attributes()
+        groups = as_groups(params_or_groups)
+        base_lr = self._config.lr
+        if base_lr is None:
+            base_lr = groups[0].get("lr", self._config.resolved_muon_lr)
+        # Schedulers read these: cosine_with_min_lr needs "lr"; cyclic momentum needs "momentum" and no "betas".
+        defaults = {
+            "lr": base_lr,
+            "weight_decay": self._config.resolved_muon_weight_decay,
+            "momentum": self._config.momentum,
+        }
+        super().__init__(groups, defaults)
+        if not any(group["params"] for group in self.param_groups):
+            raise ValueError("params_or_groups must hold at least one parameter; got none. Is every parameter frozen?")
+
+    # ------------------------------------------------------------------ groups and state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with `use_muon`, or of tagged parameters (it is then split by tag); state is made at once.
+
+        Raises:
+            ValueError: see the constructor; also a parameter that is already in another group.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict; got {type(param_group).__name__}.")
+        parts = split_group(param_group, self._config)
+        present = {id(param): label for label, param, _ in self._labelled_params()}
+        for part in parts:
+            for index, param in enumerate(part["params"]):
+                if id(param) in present:
+                    raise ValueError(
+                        f"{label_of(part, len(self.param_groups), index)} must be in one group only; it is already"
+                        f" there as {present[id(param)]}. Drop one."
+                    )
+        for part in parts:
+            had_momentum = "momentum" in part
+            super().add_param_group(part)
+            if not had_momentum:
+                part.pop("momentum", None)  # torch adds every default; AdamW has no use for this one
+            for param in part["params"]:
+                self.state[param] = new_state(param, part["use_muon"], self._fused(param))
+        self._remember_names()
+
+    def rebuild_state(self, reset: Iterable[str] = ()) -> None:
+        """Make the state fit the present parameters: call it after parameters in groups were replaced.
+
+        A parameter object that is new under a known name (a wrapper replaced it) takes the old one's state where
+        shape and layout are the same. A new name starts with zero state, also in a place that another parameter
+        used before. State of parameters that are in no group any more is dropped.
+
+        Args:
+            reset: names whose state starts at zero again although the tensor stayed, for instance after another
+                adapter was copied into the same parameters.
+
+        Raises:
+            ValueError: a name in `reset` that is not there, or `param_names` that do not fit `params`.
+        """
+        names = set(reset)
+        if unknown := sorted(names - {label for label, _, _ in self._labelled_params()}):
+            raise ValueError(f"reset must name parameters of this optimizer; got {shorten(unknown)}.")
+        self._synchronize_state()
+        for label, param, group in self._labelled_params():
+            if label in names:
+                self.state[param] = new_state(param, group["use_muon"], self._fused(param))
+        self._guard.reset_policy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state by number and groups with names; plain values only (`torch.load(weights_only=True)`).
+
+        `matrix_views` follow from the model, so None stands in their place.
+        """
+        self._synchronize_state()
+        result = super().state_dict()
+        for group in result["param_groups"]:
+            if "matrix_views" in group:
+                group["matrix_views"] = None
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state by parameter name where both sides have names, else by position.
+
+        Order, grouping and number of parameters may differ when names are there. Momentum is cast to float32,
+        values are copied, learning rates come from the matching saved group. See `plan_load` for the rules. Load
+        hooks registered by others see the checkpoint as it is, before it is matched.
+
+        Raises:
+            ValueError: shapes or groups that do not fit. The optimizer is then unchanged.
+        """
+        self._synchronize_state()
+        plans: list[LoadPlan] = []
+
+        def match(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            plans.append(plan_load(self.param_groups, saved))
+            return plans[0].as_state_dict()
+
+        def fill(_: torch.optim.Optimizer) -> None:
+            for param, use_muon, saved in plans[0].states:
+                fused = self._fused(param)
+                made = saved_state(param, saved, use_muon, fused) if saved else new_state(param, use_muon, fused)
+                self.state[param] = made
+
+        handles = [
+            self.register_load_state_dict_pre_hook(match),
+            self.register_load_state_dict_post_hook(fill, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # ------------------------------------------------------------------ step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Collective when parameters are DTensors. Waits for the device only where `skip_on_device` is off.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called once, with gradients on.
+
+        Returns:
+            What `closure` returned, else None.
+
+        Raises:
+            RuntimeError: ten steps in a row had a non-finite gradient.
+            NotImplementedError: a sparse gradient, by name; nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._synchronize_state()
+        grads = self._named_gradients()
+        self._sizes = UpdateSize()
+        params = [param for _, param, _ in self._labelled_params()]
+        verdict = self._guard.judge(grads, params, self.finite_reducer, self._choose_policy)
+        if not verdict.skip:
+            self._warn_about_low_precision()
+            for group in self.param_groups:
+                (self._step_muon if group["use_muon"] else self._step_adam)(group, verdict.mask)
+        return loss
+
+    def _step_muon(self, group: dict[str, Any], mask: Tensor | None) -> None:
+        entries = [
+            MuonEntry(param, param.grad, self.state[param]["momentum_buffer"], view)
+            for param, view in zip(group["params"], group["matrix_views"], strict=True)
+            if param.grad is not None
+        ]
+        if any(needs_gather(entry.param) for entry in entries):
+            warn_once(
+                "Muon gathers sharded gradients on every rank and orthogonalizes each matrix there: right, but slow."
+                " Dedicated owners (dmuon) do this work once per job."
+            )
+        for entry in entries:
+            self._sizes.expect_muon(entry.param)
+        squares = self._sizes.muon_squares if self.track_update_rms else None
+        muon_update_(entries, MuonOptions.from_group(group), skip=mask, squares=squares)
+
+    def _step_adam(self, group: dict[str, Any], mask: Tensor | None) -> None:
+        kinds: dict[tuple[bool, bool], list[Tensor]] = {}
+        for param in group["params"]:
+            if param.grad is not None:
+                kinds.setdefault((self._fused(param) or mask is not None, is_dtensor(param)), []).append(param)
+        for (fused, _), params in kinds.items():
+            for param in params:
+                state = self.state[param]
+                if fused and state["step"].device != param.device:  # the choice changed after construction
+                    state["step"] = state["step"].to(param.device, torch.float32)
+            adamw_update_(
+                params,
+                [param.grad for param in params if param.grad is not None],
+                [self.state[param] for param in params],
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                fused=fused,
+                found_inf=None if mask is None else mask.float(),
+            )
+            if self.track_update_rms:
+                for param in params:
+                    self._sizes.add_adam(param, self.state[param], group)
+
+    # ------------------------------------------------------------------ non-finite gradients
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Return how many steps were skipped for inf or NaN; waits for steps still on their way on a device."""
+        return self._guard.settle().total
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Return whether the last step was skipped for inf or NaN."""
+        return self._guard.settle().last
+
+    def update_rms(self) -> dict[str, float]:
+        """Return the RMS per element of the last step of each half, weight decay aside; this rank's part.
+
+        Empty unless `track_update_rms` was set before the step; zeros after a skipped step. Reads the device.
+        """
+        if not self.track_update_rms:
+            return {}
+        halves = {bool(group["use_muon"]) for group in self.param_groups}
+        skipped = self.last_step_skipped
+        result = {}
+        if True in halves:
+            result["muon"] = 0.0 if skipped else self._sizes.muon_rms()
+        if False in halves:
+            result["adamw"] = 0.0 if skipped else self._sizes.adam_rms()
+        return result
+
+    def _choose_policy(self) -> SkipPolicy:
+        on_device = self.skip_on_device
+        if on_device is None:
+            params = [param for _, param, _ in self._labelled_params()]
+            adam_params = [param for _, param, group in self._labelled_params() if not group["use_muon"]]
+            on_device = all(p.is_cuda for p in params) and all(self._fused(p) for p in adam_params)
+        return DeviceSkip() if on_device else HostSkip()
+
+    def _named_gradients(self) -> NamedGradients:
+        result = []
+        for label, param, _ in self._labelled_params():
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.is_sparse or grad.layout != torch.strided:
+                raise NotImplementedError(
+                    f"{label}.grad must be dense; got a sparse gradient. Build the embedding with sparse=False."
+                )
+            result.append((label, grad))
+        return result
+
+    # ------------------------------------------------------------------ inner workings
+
+    def _fused(self, param: Tensor) -> bool:
+        if self.skip_on_device and has_fused_adamw(param.device.type, param.dtype):
+            return True
+        return use_fused(str(self._config.fused_adam), param)
+
+    def _labelled_params(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        for group_index, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                yield label_of(group, group_index, index), param, group
+
+    def _remember_names(self) -> None:
+        self._known = {
+            name: param
+            for group in self.param_groups
+            for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+
+    def _synchronize_state(self) -> None:
+        """Give every parameter fitting state and drop that of parameters which are gone; cheap when all is well."""
+        count, fitting = 0, True
+        for group in self.param_groups:
+            for param in group["params"]:
+                count += 1
+                fitting = fitting and fits(param, self.state.get(param) or {}, group["use_muon"])
+        if fitting and count == sum(isinstance(key, Tensor) for key in self.state):
+            return
+        for group in self.param_groups:
+            for key in ("param_names", "matrix_views"):
+                if key in group and len(group[key]) != len(group["params"]):
+                    raise ValueError(
+                        f"{key} must have one entry per parameter; got {len(group[key])} for {len(group['params'])}."
+                    )
+        old = dict(self.state)
+        restarted: list[str] = []
+        for label, param, group in self._labelled_params():
+            state = old.get(param) or old.get(self._known.get(label, param)) or {}
+            if param in old and fits(param, state, group["use_muon"]):
+                continue
+            carried = adapt_state(param, state, group["use_muon"], self._fused(param)) if state else None
+            if state and carried is None and has_values(state):
+                restarted.append(label)
+            self.state[param] = carried or new_state(param, group["use_muon"], self._fused(param))
+        present = {param for group in self.param_groups for param in group["params"]}
+        for gone in [key for key in self.state if isinstance(key, Tensor) and key not in present]:
+            del self.state[gone]
+        self._sizes = UpdateSize()
+        self._remember_names()
+        if restarted:
+            logger.warning(
+                "Optimizer state of %s does not fit the parameter that replaced it: starts fresh.", shorten(restarted)
+            )
+
+    def _warn_about_low_precision(self) -> None:
+        if self._checked_precision:
+            return
+        self._checked_precision = True
+        low = [(label, p) for label, p, _ in self._labelled_params() if p.dtype in (torch.bfloat16, torch.float16)]
+        if low:
+            warn_once(
+                f"{shorten([label for label, _ in low])} are {str(low[0][1].dtype).removeprefix('torch.')} without a"
+                " float32 master copy: updates smaller than the spacing of the weights are rounded away. Load the"
+                " model in float32 and train with bf16=True."
+            )
+
+    def _set_missing_attributes(self) -> None:
+        """Make what `torch.optim.Optimizer` does not pickle, where it is not there yet."""
+        for name, make in {"_config": MuonConfig, "_guard": StepGuard, "_known": dict, "_sizes": UpdateSize}.items():
+            if name not in self.__dict__:
+                self.__dict__[name] = make()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_config": self._config, "_guard": StepGuard(self._guard.settle())}
+        switches = {"track_update_rms": self.track_update_rms, "skip_on_device": self.skip_on_device}
+        return {**super().__getstate__(), **own, **switches}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_missing_attributes()
+        self._remember_names()

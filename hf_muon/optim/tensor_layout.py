@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that knows how a parameter is stored: plain tensor, sharded DTensor, or owned DTensor.
+
+An owned DTensor (`is_owned` is true on its class) holds the whole matrix on its owner rank and no rows elsewhere,
+so its local tensor is all that Muon needs. A sharded DTensor has to be gathered before orthogonalizing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a DTensor; imports nothing where torch has no distributed build."""
+    if type(tensor) in (Tensor, torch.nn.Parameter) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def is_owned(tensor: Tensor) -> bool:
+    """Return whether one rank holds `tensor` whole and the others hold none of it."""
+    return bool(getattr(tensor, "is_owned", False)) and is_dtensor(tensor)
+
+
+def needs_gather(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a DTensor of which this rank may hold only some rows."""
+    return is_dtensor(tensor) and not is_owned(tensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return what this rank stores of `tensor`, sharing its memory; plain tensors come back as they are."""
+    return cast("DTensor", tensor).to_local() if is_dtensor(tensor) else tensor
+
+
+def whole_matrix(local: Tensor, param: Tensor) -> Tensor:
+    """Return the whole tensor of which `local` is this rank's part, laid out as `param`.
+
+    Collective over the mesh of `param` when `needs_gather(param)`; free and an alias of `local` otherwise.
+
+    Args:
+        local: values in the local layout of `param`, any dtype.
+        param: the parameter whose layout decides.
+    """
+    if not needs_gather(param):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    sharded = cast(DTensor, param)
+    gathered = DTensor.from_local(
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return gathered.full_tensor()
+
+
+def local_part(whole: Tensor, param: Tensor) -> Tensor:
+    """Return the part of `whole` that this rank stores under the layout of `param`; no communication.
+
+    Args:
+        whole: the full tensor, equal on all ranks (or, for an owned parameter, meaningful on its owner).
+        param: the parameter whose layout decides.
+    """
+    if not is_dtensor(param):
+        return whole
+    if is_owned(param):
+        return whole if local_tensor(param).numel() else whole[:0]
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    sharded = cast(DTensor, param)
+    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
+
+
+def same_layout(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have one shape and are stored the same way over the same ranks."""
+    if first.shape != second.shape or is_dtensor(first) != is_dtensor(second) or is_owned(first) != is_owned(second):
+        return False
+    if not is_dtensor(first):
+        return True
+    left, right = cast("DTensor", first), cast("DTensor", second)
+    return (
+        left.device_mesh == right.device_mesh
+        and left.placements == right.placements
+        and left.to_local().shape == right.to_local().shape
+    )
+
+
+def copy_into_layout(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor that holds `value` in the layout, device and shape of `param`.
+
+    Collective when `value` is a DTensor in another layout than `param`.
+
+    Args:
+        value: a plain tensor with every element, or a DTensor; any dtype and device.
+        param: decides layout and device.
+        dtype: dtype of the result.
+    """
+    if is_dtensor(value) and not same_layout(value, param):
+        value = cast("DTensor", value).full_tensor()
+    result = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    destination = local_tensor(result)
+    source = local_tensor(value) if is_dtensor(value) else local_part(value.to(destination.device), param)
+    if destination.numel():
+        destination.copy_(source)
+    return result
