@@ -11,6 +11,57 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+# ---------------------------------------------------------------------- torch: autograd and FSDP2 (distributed)
+# torch itself is imported inside the functions so that `import hf_muon` stays quick.
+
+
+def in_backward() -> bool:
+    """Tell whether autograd is running a backward on this thread.
+
+    Needed to tell a recomputation (activation checkpointing) from a forward; FSDP2 asks the same private counter,
+    and there is no public one.
+    """
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is running now ends. DDP and FSDP2 use the same; no public form exists."""
+    import torch
+
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def foreach_copy_(targets: list[Any], sources: list[Any]) -> None:
+    """Copy many tensors in few kernels; the public `copy_` in a loop launches one each."""
+    import torch
+
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def fsdp_precision(module: Any) -> tuple[Any, Any]:
+    """Return (param_dtype, reduce_dtype) that `fully_shard` was given for `module`, (None, None) if not wrapped.
+
+    The policy is public input of `fully_shard` but cannot be read back publicly.
+    """
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    policy = getattr(state, "_mp_policy", None)
+    return (None, None) if policy is None else (policy.param_dtype, policy.reduce_dtype)
+
+
+def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of `function`; decorating at import time would import dynamo (a second)."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
+
+    return wrapper
+
 
 # ---------------------------------------------------------------------- accelerate and Trainer (integrations.accelerate)
 
