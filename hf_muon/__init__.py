@@ -14,6 +14,7 @@ from .integrations.transformers.registration import register
 
 if TYPE_CHECKING:
     from .config import MuonConfig
+    from .integrations.accelerate.plugin import DMuonPlugin
     from .integrations.transformers.factory import OptimizerFactory
     from .optim import MuonWithAuxAdam
     from .orthogonalize import newton_schulz
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 # Public names and the modules that hold them; loaded on first use so that `import hf_muon` stays quick.
 _PUBLIC = {
+    "DMuonPlugin": "integrations.accelerate.plugin",
     "MuonConfig": "config",
     "MuonWithAuxAdam": "optim",
     "OptimizerFactory": "integrations.transformers.factory",
@@ -32,6 +34,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "DMuonPlugin",
     "MuonConfig",
     "MuonWithAuxAdam",
     "OptimizerFactory",

@@ -108,3 +108,8 @@ def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> None:
 
     wrapper.hf_muon_wrapper = True  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
+
+
+def mark_prepared(item: Any) -> None:
+    """Tell Accelerate that `item` needs no wrapping of its own any more; it keeps this as a private attribute."""
+    item._is_accelerate_prepared = True

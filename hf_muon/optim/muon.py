@@ -76,6 +76,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not any(group["params"] for group in self.param_groups):
             raise ValueError("params_or_groups must hold at least one parameter; got none. Is every parameter frozen?")
 
+    @property
+    def config(self) -> MuonConfig:
+        """Return the options it was made with; groups may have their own since."""
+        return self._config
+
     # ------------------------------------------------------------------ groups and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

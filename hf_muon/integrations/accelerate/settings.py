@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 MODES = ("auto", "z2", "z3", "off")
@@ -18,15 +17,11 @@ class OwnerSettings:
 
     Args:
         reshard_after_forward: True is Z3 (gathered copies are freed after forward), False is Z2.
-        param_dtype: dtype of the gathered copies; None is the dtype of the parameters.
-        reduce_dtype: dtype of gradients on the wire; None is `param_dtype`.
         upcast: whether owners keep float32 although the model was loaded in less (as Accelerate does for the rest).
         only_rank_zero_has_weights: the owners get the weights from rank 0 (`cpu_ram_efficient_loading`).
     """
 
     reshard_after_forward: bool
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
     upcast: bool
     only_rank_zero_has_weights: bool
 
@@ -57,11 +52,8 @@ def resolve_mode(plugin: Any, requested: str) -> str:
 def read_settings(accelerator: Any, mode: str) -> OwnerSettings:
     """Return the settings for `mode` (z2 or z3) from the Accelerator's FSDP2 plugin."""
     plugin = accelerator.state.fsdp_plugin
-    policy = plugin.mixed_precision_policy
     return OwnerSettings(
         reshard_after_forward=mode == "z3",
-        param_dtype=getattr(policy, "param_dtype", None),
-        reduce_dtype=getattr(policy, "reduce_dtype", None),
         upcast=accelerator.mixed_precision != "no",
         only_rank_zero_has_weights=bool(plugin.cpu_ram_efficient_loading),
     )

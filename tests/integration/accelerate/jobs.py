@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of the Accelerate tests run: tiny Llamas in raw loops. Functions here are called by `run_ranks`."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_muon
+from tests.support import cpu_fsdp2
+
+VOCABULARY = 131  # divisible by no number of ranks used here
+LAYER = "LlamaDecoderLayer"
+
+
+def tiny_llama(seed=0, tied=False, layers=2):
+    """A Llama of odd sizes."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=60,
+        intermediate_size=77,
+        num_hidden_layers=layers,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batches(seed, steps, rows, world_size=1, rank=0):
+    """`steps` batches of `rows` rows; the ranks share them evenly."""
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for _ in range(steps):
+        tokens = torch.randint(0, VOCABULARY, (rows, 12), generator=generator)
+        result.append(tokens.chunk(world_size)[rank])
+    return result
+
+
+def muon(model, **options):
+    """The optimizer of these tests: float32 Newton-Schulz, visible steps."""
+    hf_muon.tag_parameters(model)
+    options = {"lr": 3e-3, "weight_decay": 0.1, "ns_dtype": "float32", **options}
+    return hf_muon.MuonWithAuxAdam(model.named_parameters(), **options)
+
+
+def fsdp_accelerator(mode="z3", state_dict_type="FULL_STATE_DICT", mixed_precision="no", ram_efficient=False, **more):
+    """An Accelerator with `DMuonPlugin` on CPU ranks."""
+    from accelerate import Accelerator
+
+    cpu_fsdp2.enable()
+    plugin = hf_muon.DMuonPlugin(
+        reshard_after_forward=mode == "z3",
+        state_dict_type=state_dict_type,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[LAYER],
+        cpu_ram_efficient_loading=ram_efficient,
+        activation_checkpointing=more.pop("activation_checkpointing", False),
+        dmuon=more.pop("dmuon", "auto"),
+    )
+    return Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=mixed_precision, **more)
+
+
+def train(accelerator, model, optimizer, data, clip=1.0):
+    """Train over `data`; return losses (averaged over ranks) and clipping norms."""
+    losses, norms = [], []
+    for tokens in data:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), clip)
+                norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
+    return losses, norms
+
+
+def whole_state(accelerator, model):
+    """The weights as Accelerate gathers them; empty on other ranks than 0."""
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def one_process(steps=6, rows=8, seed=1, **options):
+    """The reference: plain torch, one process."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = tiny_llama()
+    model, optimizer = accelerator.prepare(model, muon(model, **options))
+    losses, norms = train(accelerator, model, optimizer, batches(seed, steps, rows))
+    return losses, norms, whole_state(accelerator, model)
+
+
+def dedicated(mode="z3", steps=6, rows=8, seed=1, **settings):
+    """The same training with owners."""
+    accelerator = fsdp_accelerator(mode, **settings)
+    model = tiny_llama(seed=0 if accelerator.is_main_process or not settings.get("ram_efficient") else 9)
+    model, optimizer = accelerator.prepare(model, muon(model))
+    data = batches(seed, steps, rows, accelerator.num_processes, accelerator.process_index)
+    losses, norms = train(accelerator, model, optimizer, data)
+    return losses, norms, whole_state(accelerator, model)
