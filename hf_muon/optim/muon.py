@@ -135,13 +135,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return state by number and groups with names; plain values only (`torch.load(weights_only=True)`).
 
-        `matrix_views` follow from the model, so None stands in their place.
+        `matrix_views` follow from the model, so None stands in their place; explicit `ns_coefficients` become one
+        string, because torch.distributed.checkpoint takes nested lists apart.
         """
         self._synchronize_state()
         result = super().state_dict()
         for group in result["param_groups"]:
             if "matrix_views" in group:
                 group["matrix_views"] = None
+            if not isinstance(rows := group.get("ns_coefficients", ""), str):
+                group["ns_coefficients"] = "; ".join(" ".join(map(repr, row)) for row in rows)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -361,9 +364,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         low = [(label, p) for label, p, _ in self._labelled_params() if p.dtype in (torch.bfloat16, torch.float16)]
         if low:
             warn_once(
-                f"{shorten([label for label, _ in low])} are {str(low[0][1].dtype).removeprefix('torch.')} without a"
-                " float32 master copy: updates smaller than the spacing of the weights are rounded away. Load the"
-                " model in float32 and train with bf16=True."
+                f"Parameters in {str(low[0][1].dtype).removeprefix('torch.')} have no float32 master copy"
+                f" ({shorten([label for label, _ in low])}): updates smaller than the spacing of the weights are"
+                " rounded away. Load the model in float32 and train with bf16=True."
             )
 
     def _set_missing_attributes(self) -> None:
