@@ -356,9 +356,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         low = [(label, p) for label, p, _ in self._labelled_params() if p.dtype in (torch.bfloat16, torch.float16)]
         if low:
             warn_once(
-                f"{shorten([label for label, _ in low])} are {str(low[0][1].dtype).removeprefix('torch.')} without a"
-                " float32 master copy: updates smaller than the spacing of the weights are rounded away. Load the"
-                " model in float32 and train with bf16=True."
+                f"Parameters in {str(low[0][1].dtype).removeprefix('torch.')} have no float32 master copy"
+                f" ({shorten([label for label, _ in low])}): updates smaller than the spacing of the weights are"
+                " rounded away. Load the model in float32 and train with bf16=True."
             )
 
     def _set_missing_attributes(self) -> None:

@@ -86,6 +86,12 @@ def _codegen(module: Any, rows: int) -> Layout:
     return slices, (module.embed_dim // slices,) * 3
 
 
+def _latent_kv(module: Any, rows: int) -> Layout:
+    """Multi-head latent attention: the position-free key and the value of each head."""
+    head = module.qk_nope_head_dim + module.v_head_dim
+    return rows // head, (module.qk_nope_head_dim, module.v_head_dim)
+
+
 def _mamba2(module: Any, rows: int) -> Layout:
     """Mamba-2: gate, input, B, C, time step."""
     state = module.n_groups * module.ssm_state_size
@@ -122,6 +128,9 @@ SegGptAttention SLANeXtVisionAttention TimesformerSelfAttention UnlimitedOcrSamV
 _GATE_UP = """
 DiaMLP Dots3NoteAudioMLP EsmFold2SwiGLU GlmMLP Glm4MLP Glm4vTextMLP GlmImageTextMLP GlmOcrTextMLP MiniMaxM3VLDenseMLP
 Phi3MLP Phi4MultimodalAudioMLP Phi4MultimodalMLP Zamba2MLP"""
+_LATENT_ATTENTION = """
+DeepseekV2Attention DeepseekV3Attention DeepseekV32Attention YoutuAttention LongcatFlashMLA Glm4MoeLiteAttention
+MiniCPM3Attention Mistral4Attention KimiLinearAttention"""
 _PER_HEAD_QKV = "BloomAttention PersimmonAttention"
 
 _TABLE: list[tuple[str, str, Reader]] = [
@@ -161,15 +170,19 @@ _TABLE: list[tuple[str, str, Reader]] = [
         "q_proj",  # query and output gate of each head
         lambda m, rows: (rows // (2 * m.head_dim), (m.head_dim,) * 2),
     ),
-    ("DeepseekV2Attention DeepseekV3Attention", "kv_a_proj_with_mqa", _parts("kv_lora_rank", "qk_rope_head_dim")),
-    ("DeepseekV2Attention DeepseekV3Attention", "kv_b_proj", _per_head("num_heads", "qk_nope_head_dim", "v_head_dim")),
+    (_LATENT_ATTENTION, "kv_a_proj_with_mqa", _parts("kv_lora_rank", "qk_rope_head_dim")),
+    (_LATENT_ATTENTION, "kv_b_proj", _latent_kv),
     (_GATE_UP, "gate_up_proj", _consecutive(2)),
-    ("GraniteMoeSWAMLP GraniteMoeHybridMLP GraniteMoeSharedMLP", "input_linear", _consecutive(2)),
+    ("GraniteMoeSWAMLP GraniteMoeHybridMLP GraniteMoeSharedMLP JetMoeMoE", "input_linear", _consecutive(2)),
     ("ModernBertMLP ModernBertDecoderMLP", "Wi", _consecutive(2)),
     ("MoshiGatingMLP KyutaiSpeechToTextGatingMLP", "fc1", _consecutive(2)),
     ("MambaMixer FalconMambaMixer JambaMambaMixer", "in_proj", _consecutive(2)),
     ("ZambaMambaMixer", "in_proj", _interleaved(2)),
-    ("Mamba2Mixer", "in_proj", _mamba2),
+    (
+        "Mamba2Mixer BambaMixer GraniteMoeHybridMambaLayer FalconH1Mixer NemotronHMamba2Mixer Zamba2MambaMixer",
+        "in_proj",
+        _mamba2,
+    ),
     ("Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv Lfm3VlVisionShortConv", "in_proj", _consecutive(3)),
     ("Qwen3NextGatedDeltaNet", "in_proj_qkvz", _delta_net_qkvz),
     ("Qwen3NextGatedDeltaNet", "in_proj_ba", _delta_net_ba),

@@ -19,7 +19,8 @@ _NORM_CLASS = re.compile(r"Norm(?:\d*[dD]?|Gated|[A-Z]\w*)?$")
 _EMBEDDING_CLASS = re.compile(
     r"(?:Embeddings?|Embedder|PatchEmbed|PatchEmbedder|EmbeddingTable)$|PatchEmbeddings?\w*$"
 )
-_ROUTER_CLASS = re.compile(r"Router$|(?:MoE|Moe|Expert)\w*Gate$")
+_ROUTER_CLASS = re.compile(r"Router$|TopKGating$|(?:MoE|Moe|Expert)\w*Gate$")
+_HEAD_CLASS = re.compile(r"(?:PredictionHead(?:Transform)?|LMHead|MLMHead|ClassificationHead|PreTrainingHeads)$")
 _EXPERT_CLASS = re.compile(r"Experts?(?:$|[A-Z])")
 
 # Names: second line only, for modules whose class says no more than "Linear".
@@ -33,6 +34,7 @@ _HEAD_NAMES = frozenset(
         "codebooks_head",
         "ctc_head",
         "ctc_proj",
+        "decoder_pred",
         "discriminator_predictions",
         "embed_out",
         "generator_lm_head",
@@ -61,7 +63,7 @@ _HEAD_NAMES = frozenset(
 )
 _ROUTER_NAMES = frozenset({"router", "router_proj", "shared_expert_gate"})
 _EMBEDDING_NAME = re.compile(
-    r"(?:^|_)(?:embed|embeds|embedding|embeddings|wte|wpe|cls_token|mask_token|distillation_token|pos_embed"
+    r"(?:^|_)(?:emb|embed|embeds|embedding|embeddings|bias_table|rel_pos|probe|wte|wpe|cls_token|mask_token|distillation_token|pos_embed"
     r"|position_embeddings?|positional_embeddings?|relative_attention_bias|register_tokens|query_tokens|latents)(?:_|$)"
 )
 _SSM_NAMES = frozenset(
@@ -166,6 +168,8 @@ def _by_surroundings(site: Site, shape: tuple[int, ...]) -> Verdict | None:
             break  # a whole model: its class name says nothing about one tensor
         if _ROUTER_CLASS.search(_class(module)):
             return Verdict(False, "router", f"router ({_class(module)})")
+        if _HEAD_CLASS.search(_class(module)):
+            return Verdict(False, "head", f"head ({_class(module)})")
         if _EMBEDDING_CLASS.search(_class(module)):
             return Verdict(False, "embedding", f"inside an embedding module ({_class(module)})")
     path = site.logical_path.split(".")
