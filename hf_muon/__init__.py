@@ -14,6 +14,7 @@ from .integrations.transformers.registration import register
 
 if TYPE_CHECKING:
     from .config import MuonConfig
+    from .distributed import comm_stats, dedicate_params, ownership
     from .integrations.accelerate.plugin import DMuonPlugin
     from .integrations.transformers.factory import OptimizerFactory
     from .optim import MuonWithAuxAdam
@@ -28,6 +29,9 @@ _PUBLIC = {
     "MuonConfig": "config",
     "MuonWithAuxAdam": "optim",
     "OptimizerFactory": "integrations.transformers.factory",
+    "comm_stats": "distributed",
+    "dedicate_params": "distributed",
+    "ownership": "distributed",
     "explain_parameters": "param_groups",
     "newton_schulz": "orthogonalize",
     "tag_parameters": "param_groups",
@@ -38,8 +42,11 @@ __all__ = [
     "MuonConfig",
     "MuonWithAuxAdam",
     "OptimizerFactory",
+    "comm_stats",
+    "dedicate_params",
     "explain_parameters",
     "newton_schulz",
+    "ownership",
     "tag_parameters",
 ]
 

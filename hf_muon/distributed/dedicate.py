@@ -240,9 +240,7 @@ def _make_plan(
     for matrix in detached:
         parameter = matrix.parameter
         dtype = placement.master_dtype or parameter.dtype
-        rows.append(
-            Matrix(matrix.name, tuple(parameter.shape), homes[matrix.name], _cost(parameter), dtype.itemsize)
-        )
+        rows.append(Matrix(matrix.name, tuple(parameter.shape), homes[matrix.name], _cost(parameter), dtype.itemsize))
     dtypes = sorted({str(matrix.parameter.dtype) for matrix in detached})
     return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=f"{placement} {dtypes}")
 
@@ -296,7 +294,7 @@ def _make_units(
 ) -> list[Unit]:
     by_unit: dict[str, list[OwnedMatrix]] = {"": []}
     for matrix in matrices:
-        by_unit.setdefault(homes[matrix.parameter.layout.name], []).append(matrix)
+        by_unit.setdefault(homes[matrix.parameter.owner_layout.name], []).append(matrix)
     units = []
     for name, module in model.named_modules():
         if name not in by_unit:

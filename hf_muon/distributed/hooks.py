@@ -109,4 +109,4 @@ def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, OwnedDTensor):
-                parameter.layout.version += 1
+                parameter.owner_layout.version += 1

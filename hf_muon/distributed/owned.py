@@ -14,17 +14,35 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from .collectives import RankGrid
 
 # Layout-preserving besides torch's own "pointwise" tag, by name of the operator.
 _LAYOUT_KEEPING = frozenset(
-    "detach alias clone zeros_like ones_like empty_like full_like rand_like randn_like _to_copy copy_ zero_ fill_ "
-    "normal_ uniform_ requires_grad_ lerp lerp_".split()
+    [
+        "detach",
+        "alias",
+        "clone",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "_to_copy",
+        "copy_",
+        "zero_",
+        "fill_",
+        "normal_",
+        "uniform_",
+        "requires_grad_",
+        "lerp",
+        "lerp_",
+    ]
 )
-_REDUCTIONS = frozenset("linalg_vector_norm norm sum any all _foreach_norm is_same_size".split())
+_REDUCTIONS = frozenset(["linalg_vector_norm", "norm", "sum", "any", "all", "_foreach_norm", "is_same_size"])
 _ADVICE = "Use it inside the forward of its module, or call full_tensor() for the whole matrix."
 
 
@@ -57,26 +75,60 @@ class OwnerLayout:
         return self.shape if self.is_local else torch.Size((0, *self.shape[1:]))
 
 
+class OwnerShard(Shard):
+    """`Shard(0)` in which one index of the mesh axis has every row and the others have none."""
+
+    def __new__(cls, owner: int) -> OwnerShard:
+        """Make the `Shard(0)` that this is."""
+        return super().__new__(cls, 0)
+
+    def __init__(self, owner: int) -> None:
+        super().__init__(0)
+        self.owner = owner
+
+    def __eq__(self, other: object) -> bool:
+        """Only a shard with the same owner is the same layout."""
+        return isinstance(other, OwnerShard) and other.owner == self.owner
+
+    def __hash__(self) -> int:
+        """Hash by owner."""
+        return hash(("OwnerShard", self.owner))
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        return (curr_local_size, 0) if rank == self.owner else (0, curr_local_size)
+
+
 class OwnedDTensor(DTensor):
     """A DTensor whose local tensor is whole on its owner and empty elsewhere. Made by `own`, never constructed.
 
     Attributes:
         is_owned: always True; what optimizers ask.
-        layout: the shared `OwnerLayout`.
+        owner_layout: the shared `OwnerLayout`.
     """
 
     is_owned = True
-    layout: OwnerLayout
+    owner_layout: OwnerLayout
 
     @property
     def owner(self) -> int:
         """Rank (in the whole job) that holds the matrix."""
-        return self.layout.grid.global_rank(self.layout.position)
+        return self.owner_layout.grid.global_rank(self.owner_layout.position)
 
     @property
     def is_local(self) -> bool:
         """Whether this rank is the owner."""
-        return self.layout.is_local
+        return self.owner_layout.is_local
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Return shards that say what this rank really holds, to whoever asks (`torch.distributed.checkpoint` does).
+
+        The spec inside keeps torch's own `Shard(0)`: operators know how to handle nothing else.
+        """
+        grid, position = self.owner_layout.grid, self.owner_layout.position
+        if grid.mesh.ndim == 1:
+            return (OwnerShard(position),)
+        return tuple(OwnerShard(index) for index in grid.split(position))
 
     @property
     def has_gradient(self) -> bool:
@@ -87,7 +139,7 @@ class OwnedDTensor(DTensor):
         """
         if self.grad is None:
             return False
-        flag = self.layout.gradient_flag
+        flag = self.owner_layout.gradient_flag
         return bool(flag.item() > 0) if isinstance(flag, torch.Tensor) else flag
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -97,7 +149,7 @@ class OwnedDTensor(DTensor):
             NotImplementedError: `grad_placements` was given.
         """
         if grad_placements is not None:
-            raise NotImplementedError(f"{self.layout.name} has no differentiable full_tensor. {_ADVICE}")
+            raise NotImplementedError(f"{self.owner_layout.name} has no differentiable full_tensor. {_ADVICE}")
         from .standard import broadcast_from_owner  # a module level import would be circular
 
         with torch.no_grad():
@@ -106,7 +158,7 @@ class OwnedDTensor(DTensor):
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the spec promises even chunks that are not there."""
         raise RuntimeError(
-            f"{self.layout.name} must not be redistributed: it lives whole on rank {self.owner}. "
+            f"{self.owner_layout.name} must not be redistributed: it lives whole on rank {self.owner}. "
             "Call hf_muon.distributed.to_standard(parameter) for an ordinary sharded DTensor."
         )
 
@@ -114,7 +166,7 @@ class OwnedDTensor(DTensor):
         """Copy values; the copy has the same owner."""
         if id(self) not in memo:
             with torch.no_grad():
-                copy = own(self.to_local().clone(), self.layout)
+                copy = own(self.to_local().clone(), self.owner_layout)
             if isinstance(self, nn.Parameter):
                 copy = own_parameter(copy, self.requires_grad)
             memo[id(self)] = copy
@@ -123,28 +175,32 @@ class OwnedDTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: a pickle on one rank would not hold the matrix."""
         raise RuntimeError(
-            f"{self.layout.name} must not be pickled: only rank {self.owner} holds it. "
+            f"{self.owner_layout.name} must not be pickled: only rank {self.owner} holds it. "
             "Save model.state_dict() or optimizer.state_dict(), or call full_tensor() on every rank first."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Show where the matrix lives."""
-        return f"OwnedDTensor({self.layout.name}, shape={tuple(self.layout.shape)}, owner=rank {self.owner})"
+        return (
+            f"OwnedDTensor({self.owner_layout.name}, shape={tuple(self.owner_layout.shape)}, owner=rank {self.owner})"
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run operators that are right for this layout, and wrap their results; refuse the others."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        owned = _first_owned(args) or _first_owned(tuple(kwargs.values()))
+        owned = _first_owned((*args, *kwargs.values()))
         if owned is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        keeps = name in _LAYOUT_KEEPING or torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_"))
+        keeps = (
+            name in _LAYOUT_KEEPING or torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_"))
+        )
         reduces = name in _REDUCTIONS
         if reduces and name != "_foreach_norm" and _has_dims(args, kwargs, name):
             keeps = reduces = False
         if not (keeps or reduces):
-            raise RuntimeError(f"{owned.layout.name} must not be used in {name} outside its forward. {_ADVICE}")
+            raise RuntimeError(f"{owned.owner_layout.name} must not be used in {name} outside its forward. {_ADVICE}")
         if keeps and not reduces:
             _check_partners(name, args, owned)
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -189,7 +245,7 @@ def own_parameter(tensor: OwnedDTensor, requires_grad: bool = True) -> OwnedDTen
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     if not isinstance(parameter, OwnedDTensor):
         parameter.__class__ = OwnedDTensor
-    parameter.layout = tensor.layout
+    parameter.owner_layout = tensor.owner_layout
     return parameter
 
 
@@ -200,7 +256,7 @@ def is_owned(tensor: object) -> bool:
 
 def _adopt(tensor: DTensor, layout: OwnerLayout) -> OwnedDTensor:
     tensor.__class__ = OwnedDTensor
-    tensor.layout = layout  # type: ignore[attr-defined]
+    tensor.owner_layout = layout  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
 
@@ -229,10 +285,10 @@ def _check_partners(name: str, args: Sequence[Any], owned: OwnedDTensor) -> None
     rows = zip(*lists, strict=False) if lists else [args]
     for row in rows:
         tensors = [item for item in row if isinstance(item, torch.Tensor) and item.numel() > 1]
-        layouts = {item.layout.position if isinstance(item, OwnedDTensor) else -1 for item in tensors}
+        layouts = {item.owner_layout.position if isinstance(item, OwnedDTensor) else -1 for item in tensors}
         if len(layouts) > 1:
             raise RuntimeError(
-                f"{owned.layout.name} must not be combined in {name} with a tensor that has another owner or "
+                f"{owned.owner_layout.name} must not be combined in {name} with a tensor that has another owner or "
                 f"none. {_ADVICE}"
             )
 
@@ -241,18 +297,20 @@ def _bump(args: Sequence[Any]) -> None:
     targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
     for target in targets:
         if isinstance(target, OwnedDTensor) and isinstance(target, nn.Parameter):
-            target.layout.version += 1
+            target.owner_layout.version += 1
 
 
 def _wrap(out: Any, args: Sequence[Any], owned: OwnedDTensor) -> Any:
     if isinstance(out, (list, tuple)):
         sources = next((arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) == len(out)), [owned])
         return type(out)(
-            _adopt(item, source.layout)
-            if isinstance(source, OwnedDTensor) and isinstance(item, DTensor) and item.shape == source.layout.shape
+            _adopt(item, source.owner_layout)
+            if isinstance(source, OwnedDTensor)
+            and isinstance(item, DTensor)
+            and item.shape == source.owner_layout.shape
             else item
             for item, source in zip(out, sources, strict=False)
         )
-    if isinstance(out, DTensor) and out.shape == owned.layout.shape:
-        return _adopt(out, owned.layout)
+    if isinstance(out, DTensor) and out.shape == owned.owner_layout.shape:
+        return _adopt(out, owned.owner_layout)
     return out

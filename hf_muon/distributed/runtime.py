@@ -254,7 +254,7 @@ class DMuonRuntime:
     @property
     def parameters(self) -> list[OwnedDTensor]:
         """Every owned parameter, in plan order."""
-        by_name = {m.parameter.layout.name: m.parameter for unit in self.units for m in unit.matrices}
+        by_name = {m.parameter.owner_layout.name: m.parameter for unit in self.units for m in unit.matrices}
         return [by_name[matrix.name] for matrix in self.plan.matrices]
 
     @property

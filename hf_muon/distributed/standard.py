@@ -25,7 +25,7 @@ def standard_placements(layout: OwnerLayout) -> tuple[Placement, ...]:
 @torch.no_grad()
 def broadcast_from_owner(tensor: OwnedDTensor) -> torch.Tensor:
     """Return the whole matrix on every rank (a fresh tensor). One broadcast per mesh axis."""
-    layout, grid = tensor.layout, tensor.layout.grid
+    layout, grid = tensor.owner_layout, tensor.owner_layout.grid
     local = tensor.to_local()
     whole = local.clone() if layout.is_local else local.new_empty(layout.shape)
     whole = whole.contiguous()
@@ -44,7 +44,7 @@ def to_standard(tensor: OwnedDTensor) -> DTensor:
     The owner scatters its rows; every other rank receives only its chunk. The result shares no memory with `tensor`
     and keeps its dtype; a Parameter gives a plain DTensor.
     """
-    layout, grid = tensor.layout, tensor.layout.grid
+    layout, grid = tensor.owner_layout, tensor.owner_layout.grid
     replicate, shard = grid.split(layout.position)
     chunk = _chunk_rows(layout)
     local = tensor.to_local()
@@ -81,9 +81,9 @@ def from_standard(tensor: OwnedDTensor, value: torch.Tensor) -> None:
     Raises:
         ValueError: another global shape.
     """
-    layout = tensor.layout
+    layout = tensor.owner_layout
     if isinstance(value, OwnedDTensor):
-        if value.layout.position != layout.position:
+        if value.owner_layout.position != layout.position:
             raise ValueError(f"{layout.name} must be loaded from its own owner; got a tensor of rank {value.owner}.")
         whole: torch.Tensor | None = value.to_local()
     elif isinstance(value, DTensor):
@@ -102,7 +102,7 @@ def from_standard(tensor: OwnedDTensor, value: torch.Tensor) -> None:
 @torch.no_grad()
 def from_rank_zero(tensor: OwnedDTensor, value: torch.Tensor | None) -> None:
     """Bring a whole tensor that only grid position 0 has to the owner of `tensor` (point to point)."""
-    layout, grid = tensor.layout, tensor.layout.grid
+    layout, grid = tensor.owner_layout, tensor.owner_layout.grid
     source, target = grid.global_rank(0), grid.global_rank(layout.position)
     if source == target:
         if layout.is_local:
@@ -121,7 +121,7 @@ def owned_like(parameter: OwnedDTensor, local: torch.Tensor | None = None) -> Ow
     """Return zeros (or `local`, if given) with the owner of `parameter`, in its dtype. No communication."""
     if local is None:
         local = torch.zeros_like(parameter.to_local().detach())
-    return own(local, parameter.layout)
+    return own(local, parameter.owner_layout)
 
 
 def _chunk_rows(layout: OwnerLayout) -> int:

@@ -70,8 +70,8 @@ class Unit:
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.reshard_after_forward = reshard_after_forward
         grid = comm.grid
-        owners = [grid.split(m.parameter.layout.position) for m in matrices]
-        self.buckets = build_buckets([tuple(m.parameter.layout.shape) for m in matrices], owners)
+        owners = [grid.split(m.parameter.owner_layout.position) for m in matrices]
+        self.buckets = build_buckets([tuple(m.parameter.owner_layout.shape) for m in matrices], owners)
         self._flats: list[torch.Tensor] = []
         for bucket in self.buckets:
             flat = torch.empty(bucket.numel, dtype=param_dtype, device=comm.device)
@@ -105,7 +105,7 @@ class Unit:
     @property
     def version(self) -> int:
         """Version of the weights; the same on all ranks."""
-        return sum(matrix.parameter.layout.version for matrix in self.matrices)
+        return sum(matrix.parameter.owner_layout.version for matrix in self.matrices)
 
     @property
     def is_resident(self) -> bool:
@@ -181,7 +181,7 @@ class Unit:
         targets, sources = [], []
         for slot in bucket.slots:
             parameter = self.matrices[slot.index].parameter
-            if parameter.layout.is_local:
+            if parameter.owner_layout.is_local:
                 targets.append(data[slot.offset : slot.end].view(slot.shape))
                 sources.append(parameter.to_local())
         foreach_copy_(targets, sources)
@@ -250,7 +250,7 @@ class Unit:
                     reduce_to_owners(self.label, self._comm, bucket, packed).wait()
                 self._deliver(bucket, packed)
         for matrix in self.matrices:
-            if not matrix.parameter.layout.is_local and matrix.parameter.grad is None:
+            if not matrix.parameter.owner_layout.is_local and matrix.parameter.grad is None:
                 matrix.parameter.grad = self._empty_gradient(matrix)
         self.local_flags = [False] * len(self.matrices)
 
@@ -271,7 +271,7 @@ class Unit:
 
     def _add_gradient(self, index: int, gradient: torch.Tensor, flag: torch.Tensor) -> None:
         parameter = self.matrices[index].parameter
-        layout = parameter.layout
+        layout = parameter.owner_layout
         arrived: bool | torch.Tensor = True if self.local_flags[index] else flag
         if parameter.grad is None:
             parameter.grad = own(gradient.to(parameter.dtype), layout)
@@ -287,5 +287,5 @@ class Unit:
     def _empty_gradient(matrix: OwnedMatrix) -> OwnedDTensor:
         if matrix.empty_gradient is None:
             local = matrix.parameter.to_local().detach()
-            matrix.empty_gradient = own(torch.zeros_like(local), matrix.parameter.layout)
+            matrix.empty_gradient = own(torch.zeros_like(local), matrix.parameter.owner_layout)
         return matrix.empty_gradient

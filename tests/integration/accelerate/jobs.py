@@ -1,14 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of the Accelerate tests run: tiny Llamas in raw loops. Functions here are called by `run_ranks`."""
+"""What the ranks of the Accelerate tests run: tiny Llamas in raw loops. `run` calls them on pooled workers."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_muon
 from tests.support import cpu_fsdp2
+from tests.support.worker_pool import run_on_ranks
 
 VOCABULARY = 131  # divisible by no number of ranks used here
 LAYER = "LlamaDecoderLayer"
+
+
+def run(job, world_size, *args, timeout=90, **kwargs):
+    """Call `job` on every rank with Accelerate's singletons and torchrun's variables fresh."""
+    return run_on_ranks(world_size, _on_rank, job, args, kwargs, timeout=timeout)
+
+
+def _on_rank(job, args, kwargs):
+    variables = {}
+    world_size = torch.distributed.get_world_size()
+    if world_size > 1:
+        rank = str(torch.distributed.get_rank())
+        variables = {"RANK": rank, "LOCAL_RANK": rank}
+        variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with cpu_fsdp2.fresh_accelerate(**variables):
+        return job(*args, **kwargs)
 
 
 def tiny_llama(seed=0, tied=False, layers=2):
