@@ -119,3 +119,52 @@ def dedicated(mode="z3", steps=6, rows=8, seed=1, **settings):
     data = batches(seed, steps, rows, accelerator.num_processes, accelerator.process_index)
     losses, norms = train(accelerator, model, optimizer, data)
     return losses, norms, whole_state(accelerator, model)
+
+
+def _prepared(mode, model_seed=0, **settings):
+    accelerator = fsdp_accelerator(mode, **settings)
+    model = tiny_llama(seed=model_seed)
+    return accelerator, *accelerator.prepare(model, muon(model))
+
+
+def save_in_the_middle(folder, mode="z3", evaluate=False, **settings):
+    """Train 3 steps, save, train 3 more; return the later losses and the final weights."""
+    accelerator, model, optimizer = _prepared(mode, **settings)
+    data = batches(1, 6, 8, accelerator.num_processes, accelerator.process_index)
+    train(accelerator, model, optimizer, data[:3])
+    if evaluate:
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=data[0])
+        model.train()
+    accelerator.save_state(folder)
+    losses, _ = train(accelerator, model, optimizer, data[3:])
+    return losses, whole_state(accelerator, model)
+
+
+def resume(folder, mode="z3", corrupt=True, **settings):
+    """Start from other weights (and deliberately wrong optimizer state), load, train the last 3 steps."""
+    accelerator, model, optimizer = _prepared(mode, model_seed=5, **settings)
+    if corrupt:
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.fill_(7.0)
+    accelerator.load_state(folder)
+    data = batches(1, 6, 8, accelerator.num_processes, accelerator.process_index)
+    losses, _ = train(accelerator, model, optimizer, data[3:])
+    return losses, whole_state(accelerator, model)
+
+
+def resume_in_one_process(folder):
+    """The same without FSDP, through `load_whole_model` and `load_whole_optimizer`."""
+    from accelerate import Accelerator
+
+    from hf_muon.checkpoint import load_whole_model, load_whole_optimizer, read_model, read_optimizer
+
+    accelerator = Accelerator(cpu=True)
+    model = tiny_llama(seed=5)
+    model, optimizer = accelerator.prepare(model, muon(model))
+    load_whole_model(model, read_model(folder))
+    load_whole_optimizer(optimizer.optimizer, read_optimizer(folder))
+    losses, _ = train(accelerator, model, optimizer, batches(1, 6, 8)[3:])
+    return losses, whole_state(accelerator, model)
