@@ -15,33 +15,15 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from .collectives import RankGrid
 
 # Layout-preserving besides torch's own "pointwise" tag, by name of the operator.
 _LAYOUT_KEEPING = frozenset(
-    [
-        "detach",
-        "alias",
-        "clone",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "_to_copy",
-        "copy_",
-        "zero_",
-        "fill_",
-        "normal_",
-        "uniform_",
-        "requires_grad_",
-        "lerp",
-        "lerp_",
-    ]
-)
-_REDUCTIONS = frozenset(["linalg_vector_norm", "norm", "sum", "any", "all", "_foreach_norm", "is_same_size"])
+    ("detach", "alias", "clone", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+) | frozenset(("_to_copy", "copy_", "zero_", "fill_", "normal_", "uniform_", "lerp", "lerp_"))
+_REDUCTIONS = frozenset(("linalg_vector_norm", "norm", "sum", "any", "all", "_foreach_norm", "is_same_size"))
 _ADVICE = "Use it inside the forward of its module, or call full_tensor() for the whole matrix."
 
 
@@ -74,6 +56,23 @@ class OwnerLayout:
         return self.shape if self.is_local else torch.Size((0, *self.shape[1:]))
 
 
+class OwnedShard(Shard):
+    """`Shard(0)` that tells whoever asks for the layout the truth: all rows at one coordinate of the mesh axis.
+
+    The spec keeps plain `Shard(0)`, for operators; checkpointing and state-dict broadcasting ask `placements`.
+
+    Args:
+        owner: coordinate of the owner on the mesh axis.
+    """
+
+    def __init__(self, owner: int) -> None:
+        super().__init__(0)
+        self.owner = owner
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        return (curr_local_size, 0) if rank == self.owner else (0, curr_local_size)
+
+
 class OwnedDTensor(DTensor):
     """A DTensor whose local tensor is whole on its owner and empty elsewhere. Made by `own`, never constructed.
 
@@ -94,6 +93,13 @@ class OwnedDTensor(DTensor):
     def is_local(self) -> bool:
         """Whether this rank is the owner."""
         return self.owner_layout.is_local
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:  # type: ignore[override]
+        """Placements that report where the rows really are (see `OwnedShard`)."""
+        layout = self.owner_layout
+        replicate, shard = layout.grid.split(layout.position)
+        return (OwnedShard(shard),) if layout.grid.mesh.ndim == 1 else (OwnedShard(replicate), OwnedShard(shard))
 
     @property
     def has_gradient(self) -> bool:
