@@ -15,7 +15,6 @@ from ..param_groups.views import MatrixView
 from .notices import shorten
 
 MUON_KEYS = ("momentum", "nesterov", "ns_method", "ns_steps", "ns_coefficients", "ns_dtype", "adjust_lr_fn")
-ADAM_KEYS = ("betas", "eps")
 # Options that only make sense for the whole optimizer; in a group they would be silently without effect.
 _WHOLE_OPTIMIZER_KEYS = {
     "muon_lr": "lr",

@@ -130,13 +130,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return state by number and groups with names; plain values only (`torch.load(weights_only=True)`).
 
-        `matrix_views` follow from the model, so None stands in their place.
+        `matrix_views` follow from the model, so None stands in their place; explicit `ns_coefficients` become one
+        string, because torch.distributed.checkpoint takes nested lists apart.
         """
         self._synchronize_state()
         result = super().state_dict()
         for group in result["param_groups"]:
             if "matrix_views" in group:
                 group["matrix_views"] = None
+            if not isinstance(rows := group.get("ns_coefficients", ""), str):
+                group["ns_coefficients"] = "; ".join(" ".join(map(repr, row)) for row in rows)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

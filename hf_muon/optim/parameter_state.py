@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .auxiliary_adam import STATE_KEYS, new_adam_state, new_step
-from .tensor_layout import copy_into_layout, local_tensor, same_layout
+from .tensor_layout import copy_into_layout, local_tensor, same_layout, zeros_in_layout
 
 MUON_STATE_KEYS = ("momentum_buffer",)
 State = dict[str, Any]
@@ -29,16 +29,19 @@ def new_state(param: Tensor, use_muon: bool, fused: bool) -> State:
     """Return zero state in the layout and on the device of `param`."""
     if not use_muon:
         return new_adam_state(param, fused)
-    return {"momentum_buffer": torch.zeros_like(param, dtype=momentum_dtype(param), requires_grad=False)}
+    return {"momentum_buffer": zeros_in_layout(param, momentum_dtype(param))}
 
 
 def fits(param: Tensor, state: State, use_muon: bool) -> bool:
-    """Return whether `state` has every key, on the device and in the shape of `param`."""
+    """Return whether `state` has every key, on the device, in the shape and in the dtype that `param` asks for."""
+    dtype = momentum_dtype(param) if use_muon else param.dtype
     for key in state_keys(use_muon):
         value = state.get(key)
         if value is None:
             return False
-        if key != "step" and (value.device != param.device or value.shape != param.shape):
+        if key == "step":
+            continue
+        if value.device != param.device or value.shape != param.shape or value.dtype != dtype:
             return False
     return True
 

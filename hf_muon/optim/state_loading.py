@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..config import MuonConfig, coerce_options
 from .group_layout import label_of
 from .notices import logger, shorten
 from .parameter_state import State, state_keys
@@ -139,6 +140,9 @@ def _merge_group(live: dict[str, Any], saved_groups: Sequence[Any], found: list[
         known = {*live, "initial_lr"}
         merged.update({k: v for k, v in saved.items() if k not in LIVE_KEYS and (ours or k in known)})
         break
+    if "ns_coefficients" in merged:  # explicit ones were saved as a string
+        text = {"ns_coefficients": merged["ns_coefficients"]}
+        merged["ns_coefficients"] = MuonConfig(**coerce_options(text)).ns_coefficients
     return merged
 
 

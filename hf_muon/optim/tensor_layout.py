@@ -77,6 +77,14 @@ def local_part(whole: Tensor, param: Tensor) -> Tensor:
     return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
 
 
+def zeros_in_layout(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros of `dtype` stored as `param` is: same shape, device, ranks, and owned where it is owned."""
+    result = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    if is_owned(param) and not is_owned(result):
+        result.__class__ = type(param)  # so that a later comparison of layouts is the same on every rank
+    return result
+
+
 def same_layout(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors have one shape and are stored the same way over the same ranks."""
     if first.shape != second.shape or is_dtensor(first) != is_dtensor(second) or is_owned(first) != is_owned(second):
@@ -103,7 +111,7 @@ def copy_into_layout(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor
     """
     if is_dtensor(value) and not same_layout(value, param):
         value = cast("DTensor", value).full_tensor()
-    result = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    result = zeros_in_layout(param, dtype)
     destination = local_tensor(result)
     source = local_tensor(value) if is_dtensor(value) else local_part(value.to(destination.device), param)
     if destination.numel():

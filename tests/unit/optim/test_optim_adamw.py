@@ -62,9 +62,7 @@ def test_muon_half_does_not_disturb_the_adamw_half() -> None:
     assert torch.equal(*results)
 
 
-def test_fused_falls_back_with_one_log_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fused_falls_back_with_one_log_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     auxiliary_adam.has_fused_adamw.cache_clear()
 
     def no_fused(*args: object, fused: bool | None = None, **kwargs: object) -> None:

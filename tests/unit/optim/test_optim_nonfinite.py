@@ -73,7 +73,9 @@ def test_case_13_ten_skipped_steps_in_a_row_raise_and_leave_state_intact(
     lag = 0 if on_device is None else 2  # the masked path reads its flags two steps later
     for _ in range(9 + lag):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"norm\.weight\.grad must be finite.*10 steps in a row.*learning rate.*data"):
+    with pytest.raises(
+        RuntimeError, match=r"norm\.weight\.grad must be finite.*10 steps in a row.*learning rate.*data"
+    ):
         optimizer.step()
     assert same(before, snapshot(optimizer))
     give_gradients(model, 2)
@@ -161,7 +163,9 @@ def test_case_20_clipping_acts_on_raw_gradients_with_the_joint_norm(make_model, 
                 grad.mul_(float(0.5 / norm))
         else:
             # 1e-6: torch adds it to the norm, and sums in float32.
-            assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)) == pytest.approx(float(norm), rel=1e-6)
+            assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)) == pytest.approx(
+                float(norm), rel=1e-6
+            )
         optimizer.step()
         results.append([param.detach().clone() for param in model.parameters()])
         # The orthogonalized step itself keeps its size: clipping the update would have shrunk it.

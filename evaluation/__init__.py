@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of the recipes: held-out loss and exact match."""

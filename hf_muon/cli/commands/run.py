@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-muon run`: train what a recipe describes with both optimizers, compare, and write the report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..console import print_json, quick_imports, say
+from ..errors import RunError
+from ..recipe import Recipe, find_recipe, load_recipe
+from .options import Debug, Json
+
+
+def run(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]...",
+            help="A recipe's name or the path of its YAML (default: demo), then overrides: training.steps=20.",
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the results [default: runs/<recipe>-<time>].")
+    ] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A quick look: the recipe's own small settings.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run RECIPE: both optimizers over as many learning rates each, then a report to open in a browser.
+
+    The same command with the same --output-dir continues an interrupted run.
+    """
+    started = time.perf_counter()
+    recipe = _read(words or [], tiny)
+    _check_data(recipe)
+    from ..training.output_folder import default_folder, open_folder, plain
+
+    folder = output_dir or default_folder(recipe)
+    finished = open_folder(folder, recipe)
+    say(f"{recipe.name}: {recipe.title}")
+    say(f"{recipe.num_runs} runs of {recipe.training.steps} steps. {recipe.time}. Results in {folder}")
+    if finished:
+        say(f"Continuing: {len(finished)} of {recipe.num_runs} runs are already there.")
+    document = _train(recipe, folder, finished)
+
+    from ..report import write_report
+
+    write_report(recipe, document, folder)
+    _print_summary(document, folder, time.perf_counter() - started)
+    if json:
+        print_json(plain(document))
+
+
+def _read(words: list[str], tiny: bool) -> Recipe:
+    """Split the words into a recipe and overrides: the first word is the recipe unless it is an override."""
+    name, overrides = "demo", words
+    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+        name, overrides = words[0], words[1:]
+    return load_recipe(find_recipe(name), overrides, tiny=tiny)
+
+
+def _check_data(recipe: Recipe) -> None:
+    """Fail on missing data before anything is written or imported."""
+    if recipe.task.kind == "text":
+        from ..training.text import SPLITS, find_data, read_rows
+
+        folder = find_data(recipe.task.data)
+        for split in SPLITS:
+            read_rows(folder / f"{split}.jsonl", recipe.task.max_rows)
+
+
+def _train(recipe: Recipe, folder: Path, finished: list[dict[str, Any]]) -> dict[str, Any]:
+    say("Loading torch and transformers ...")
+    from ..environment import provenance
+    from ..progress import SearchProgress
+    from ..training.search import run_search
+
+    with quick_imports():
+        from ..training.quiet import quiet_loaded_libraries
+
+        quiet_loaded_libraries()
+    progress = SearchProgress(recipe.num_runs, recipe.training.steps, len(finished))
+    try:
+        with progress:
+            return run_search(recipe, folder, finished, progress, provenance())
+    except KeyboardInterrupt:
+        raise RunError(
+            f"stopped; finished runs are kept. The same command with --output-dir {folder} continues."
+        ) from None
+
+
+def _print_summary(document: dict[str, Any], folder: Path, seconds: float) -> None:
+    from rich.table import Table
+
+    from ..console import notes
+    from ..report.wording import METRICS, bytes_text, metric_text, verdict
+
+    comparison = document["comparison"]
+    keys = [key for key in ("exact_match", "loss") if key in comparison["equal_steps"]]
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("at equal steps")
+    for column in ("Muon", "AdamW"):
+        table.add_column(column, justify="right")
+    best = comparison["best"]
+    table.add_row("learning rate", *(f"{best[name]['learning_rate']:g}" for name in ("muon", "adamw")))
+    for key in keys:
+        cells = [metric_text(key, best[name]["test"][key]) for name in ("muon", "adamw")]
+        table.add_row(METRICS[key], *cells)
+    table.add_row("training seconds", *(f"{best[name]['seconds']:.1f}" for name in ("muon", "adamw")))
+    table.add_row("  of them optimizer", *(f"{best[name]['optimizer_seconds']:.1f}" for name in ("muon", "adamw")))
+    table.add_row("optimizer state", *(bytes_text(best[name]["optimizer_state_bytes"]) for name in ("muon", "adamw")))
+    notes.print()
+    notes.print(table)
+    notes.print()
+    say(verdict(document))
+    say(f"Done in {seconds:.0f} s. Report: {folder / 'report.html'}")

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search of a recipe: the grid on the first seed, then the best rates on the others."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..recipe.schema import OPTIMIZERS, Recipe
+from .comparison import best_rate, compare
+from .output_folder import write_results
+from .single_run import RunSpec, train_once
+from .tasks import Task, build_model, build_task
+
+
+class Progress(Protocol):
+    """What the driver tells while it works."""
+
+    def start_run(self, name: str, index: int, total: int, steps: int) -> None:
+        """Say that a run begins."""
+        ...
+
+    def step(self, step: int, loss: float) -> None:
+        """Say that a step is done."""
+        ...
+
+    def end_run(self, run: dict[str, Any]) -> None:
+        """Say that a run is finished."""
+        ...
+
+
+def grid_specs(recipe: Recipe, seed: int) -> list[RunSpec]:
+    """Return the whole grid for one seed, optimizers taking turns so that a slow spell hits both."""
+    rates = {name: list(getattr(recipe.search, name)) for name in OPTIMIZERS}
+    longest = max(len(values) for values in rates.values())
+    return [RunSpec(name, rates[name][k], seed) for k in range(longest) for name in OPTIMIZERS if k < len(rates[name])]
+
+
+def later_specs(recipe: Recipe, runs: list[dict[str, Any]]) -> list[RunSpec]:
+    """Return the runs of the later seeds, once the first seed's grid is known."""
+    later = recipe.search.seeds[1:]
+    if recipe.search.extra_seeds_for == "all":
+        return [spec for seed in later for spec in grid_specs(recipe, seed)]
+    first = [run for run in runs if run["seed"] == recipe.search.seeds[0]]
+    rates = {name: best_rate(first, name, recipe.search.metric) for name in OPTIMIZERS}
+    return [RunSpec(name, rates[name], seed) for seed in later for name in OPTIMIZERS]
+
+
+def run_search(
+    recipe: Recipe, folder: Path, finished: list[dict[str, Any]], progress: Progress, versions: dict[str, Any]
+) -> dict[str, Any]:
+    """Run everything a recipe asks for; `results.json` is written again after every run.
+
+    Args:
+        recipe: the resolved recipe.
+        folder: an open output folder.
+        finished: runs of an earlier start of the same recipe; they are kept.
+        progress: hears of runs and steps.
+        versions: goes into the results.
+
+    Returns:
+        The content of `results.json`.
+    """
+    started = time.perf_counter()
+    _use_threads(recipe.training.threads)
+    task = build_task(recipe)
+    document: dict[str, Any] = {
+        "recipe": recipe.name,
+        "complete": False,
+        "runs": list(finished),
+        "comparison": {},
+        "task": task.facts,
+        "model": describe_model(recipe, task),
+        "versions": versions,
+    }
+    _warm_up(recipe, task)
+    write_results(folder, document)
+    _run_all(grid_specs(recipe, recipe.search.seeds[0]), recipe, task, folder, document, progress)
+    _run_all(later_specs(recipe, document["runs"]), recipe, task, folder, document, progress)
+    document["comparison"] = compare(document["runs"], recipe.search.metric)
+    document["wall_seconds"] = time.perf_counter() - started
+    document["complete"] = True
+    _drop_checkpoints(recipe, folder, document)
+    write_results(folder, document)
+    return document
+
+
+def _run_all(
+    specs: list[RunSpec], recipe: Recipe, task: Task, folder: Path, document: dict[str, Any], progress: Progress
+) -> None:
+    done = {run["name"] for run in document["runs"]}
+    for spec in specs:
+        if spec.name in done:
+            continue
+        progress.start_run(spec.name, len(document["runs"]) + 1, recipe.num_runs, recipe.training.steps)
+        result = train_once(recipe, task, spec, folder / spec.name, progress.step)
+        document["runs"].append(result)
+        write_results(folder, document)
+        progress.end_run(result)
+
+
+def describe_model(recipe: Recipe, task: Task) -> dict[str, Any]:
+    """Return sizes of the model and how its parameters are routed under the recipe's options."""
+    from ...param_groups import explain_parameters
+
+    model = build_model(recipe, task, recipe.search.seeds[0])
+    options = {key: _patterns(recipe.optimizer.get(key)) for key in ("include", "exclude")}
+    rows = explain_parameters(model, matrix_split=recipe.optimizer.get("matrix_split", "auto"), **options)
+    routed = {
+        name: {
+            "tensors": sum(row.algorithm == name for row in rows),
+            "elements": sum(row.count for row in rows if row.algorithm == name),
+        }
+        for name in OPTIMIZERS
+    }
+    return {"parameters": sum(row.count for row in rows), "routing": routed}
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return tuple(piece for piece in (value.split(";") if isinstance(value, str) else value) if piece)
+
+
+def _use_threads(threads: int) -> None:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _warm_up(recipe: Recipe, task: Task) -> None:
+    """One forward and backward pass that nothing counts, so that the first run does not pay for start-up."""
+    from .tasks import stack_batches
+
+    model = build_model(recipe, task, recipe.search.seeds[0])
+    batch = next(stack_batches(task.train, recipe.training.batch_size))
+    model(**batch).loss.backward()
+
+
+def _drop_checkpoints(recipe: Recipe, folder: Path, document: dict[str, Any]) -> None:
+    """Keep the checkpoints of the chosen learning rates only, unless the recipe wants all."""
+    if recipe.training.keep_checkpoints != "best":
+        return
+    best = document["comparison"]["best"]
+    for run in document["runs"]:
+        if run["config"]["learning_rate"] != best[run["optimizer"]]["learning_rate"]:
+            shutil.rmtree(folder / run["name"], ignore_errors=True)
