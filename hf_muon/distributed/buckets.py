@@ -36,7 +36,7 @@ class Segment:
 class BucketLayout:
     """One unit's matrices whose owners sit at one index of the shard axis.
 
-    They share a broadcast in the shard group. Sorted by the owner's replica, so that each replica's part is contiguous.
+    They share a broadcast in the shard group. Sorted by the owner's replica, so that each one's part is contiguous.
     """
 
     shard_index: int

@@ -21,28 +21,9 @@ from .collectives import RankGrid
 
 # Layout-preserving besides torch's own "pointwise" tag, by name of the operator.
 _LAYOUT_KEEPING = frozenset(
-    [
-        "detach",
-        "alias",
-        "clone",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "_to_copy",
-        "copy_",
-        "zero_",
-        "fill_",
-        "normal_",
-        "uniform_",
-        "requires_grad_",
-        "lerp",
-        "lerp_",
-    ]
-)
-_REDUCTIONS = frozenset(["linalg_vector_norm", "norm", "sum", "any", "all", "_foreach_norm", "is_same_size"])
+    ("detach", "alias", "clone", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+) | frozenset(("_to_copy", "copy_", "zero_", "fill_", "normal_", "uniform_", "lerp", "lerp_"))
+_REDUCTIONS = frozenset(("linalg_vector_norm", "norm", "sum", "any", "all", "_foreach_norm", "is_same_size"))
 _ADVICE = "Use it inside the forward of its module, or call full_tensor() for the whole matrix."
 
 
@@ -75,26 +56,20 @@ class OwnerLayout:
         return self.shape if self.is_local else torch.Size((0, *self.shape[1:]))
 
 
-class OwnerShard(Shard):
-    """`Shard(0)` in which one index of the mesh axis has every row and the others have none."""
+class OwnedShard(Shard):
+    """`Shard(0)` that tells whoever asks for the layout the truth: all rows at one coordinate of the mesh axis.
 
-    def __new__(cls, owner: int) -> OwnerShard:
-        """Make the `Shard(0)` that this is."""
-        return super().__new__(cls, 0)
+    The spec keeps plain `Shard(0)`, for operators; checkpointing and state-dict broadcasting ask `placements`.
+
+    Args:
+        owner: coordinate of the owner on the mesh axis.
+    """
 
     def __init__(self, owner: int) -> None:
         super().__init__(0)
         self.owner = owner
 
-    def __eq__(self, other: object) -> bool:
-        """Only a shard with the same owner is the same layout."""
-        return isinstance(other, OwnerShard) and other.owner == self.owner
-
-    def __hash__(self) -> int:
-        """Hash by owner."""
-        return hash(("OwnerShard", self.owner))
-
-    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
         return (curr_local_size, 0) if rank == self.owner else (0, curr_local_size)
 
 
@@ -120,15 +95,11 @@ class OwnedDTensor(DTensor):
         return self.owner_layout.is_local
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Return shards that say what this rank really holds, to whoever asks (`torch.distributed.checkpoint` does).
-
-        The spec inside keeps torch's own `Shard(0)`: operators know how to handle nothing else.
-        """
-        grid, position = self.owner_layout.grid, self.owner_layout.position
-        if grid.mesh.ndim == 1:
-            return (OwnerShard(position),)
-        return tuple(OwnerShard(index) for index in grid.split(position))
+    def placements(self) -> tuple[Placement, ...]:  # type: ignore[override]
+        """Placements that report where the rows really are (see `OwnedShard`)."""
+        layout = self.owner_layout
+        replicate, shard = layout.grid.split(layout.position)
+        return (OwnedShard(shard),) if layout.grid.mesh.ndim == 1 else (OwnedShard(replicate), OwnedShard(shard))
 
     @property
     def has_gradient(self) -> bool:

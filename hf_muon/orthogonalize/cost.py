@@ -15,9 +15,9 @@ _FIRST_RUN = 2
 _LATER_RUN = 3
 
 # From this short side on, a CPU computes symmetric products in row panels up to the diagonal and mirrors the rest.
-# Measured: below it the panels are too thin for the BLAS and nothing is gained.
-PANEL_MIN_SIDE = 512
-NUM_PANELS = 4
+# Thin panels are slow in the BLAS; this bound is by operation count, not yet measured on a quiet CPU.
+PANEL_MIN_SIDE = 1024
+NUM_PANELS = 2
 
 
 def check_method(method: str) -> None:

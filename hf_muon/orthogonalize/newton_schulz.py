@@ -55,9 +55,10 @@ def newton_schulz(
         buffers of the short side, in the dtype of the products; on a CPU large matrices of a batch go one by one.
     """
     rows = _check(matrix, method, steps, coefficients, eps)
+    if torch.compiler.is_compiling():  # the dtype is resolved inside: its probe must not be traced
+        name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+        return compiled.newton_schulz_op(matrix, method, [k for row in rows for k in row], name, float(eps))
     product_dtype = resolve_dtype(dtype, matrix.device, matrix.dtype)
-    if torch.compiler.is_compiling():
-        return compiled.newton_schulz_op(matrix, method, [k for row in rows for k in row], product_dtype, float(eps))
     return orthogonalize(matrix, method, rows, product_dtype, eps)
 
 
@@ -168,7 +169,7 @@ def _check(
 
 def _chunks(indices: list[int], example: Tensor, dtype: str | torch.dtype | None) -> list[list[int]]:
     """Split matrices of one shape into stacks that stay below `BATCH_BYTES`; singles where a batch is no gain."""
-    if example.numel() == 0 or loops_over_matrices(*example.shape[-2:], example.device.type):
+    if example.numel() == 0 or loops_over_matrices(example.shape[-2], example.shape[-1], example.device.type):
         return [[index] for index in indices]
     width = max(4, resolve_dtype(dtype, example.device, example.dtype).itemsize)
     size = max(1, BATCH_BYTES // (example.numel() * width))

@@ -131,7 +131,8 @@ def test_case_06_rule_uses_the_output_dimension_of_a_transposed_view() -> None:
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
 def test_agrees_with_torch_muon(rule: str) -> None:
     ours, theirs = (torch.nn.Parameter(torch.zeros(24, 64)) for _ in range(2))
-    first = MuonWithAuxAdam([{"params": [ours], "use_muon": True}], lr=0.02, adjust_lr_fn=rule, weight_decay=0.1)
+    group = {"params": [ours], "use_muon": True}
+    first = MuonWithAuxAdam([group], lr=0.02, adjust_lr_fn=rule, weight_decay=0.1, ns_dtype="float32")
     second = torch.optim.Muon([theirs], lr=0.02, adjust_lr_fn=rule, weight_decay=0.1)
     for _ in range(4):
         ours.grad = torch.randn_like(ours)

@@ -24,7 +24,10 @@ BERT = "attention.self.{query,key,value} attention.output.dense intermediate.den
 BART = f"{OPT} encoder_attn.{{k,v,q,out}}_proj"
 T5 = "SelfAttention.{q,k,v,o} EncDecAttention.{q,k,v,o}"
 VIT = "attention.{q,k,v,o}_proj mlp.fc1 mlp.fc2"
-SPEECH = "feature_projection.projection attention.{k,v,q,out}_proj feed_forward.intermediate_dense feed_forward.output_dense"
+SPEECH = (
+    "feature_projection.projection attention.{k,v,q,out}_proj feed_forward.intermediate_dense "
+    "feed_forward.output_dense"
+)
 
 # (model type, AutoModelFor...) -> tensors on Muon
 EXPECTED: dict[tuple[str, str], str] = {}
@@ -129,6 +132,24 @@ _add(
     "attention.{key,value,receptance,output} feed_forward.{key,value,receptance}",
 )
 _add("CausalLM", "xlnet", "rel_attn.{q,k,v,o,r} ff.layer_1 ff.layer_2")
+_add(
+    "CausalLM",
+    "dbrx",
+    "norm_attn_norm.attn.Wqkv! norm_attn_norm.attn.out_proj ffn.experts.mlp.{w1,v1,w2}",
+)
+_add("CausalLM", "falcon_h1", f"{ATT} mamba.{{in_proj!,out_proj}} feed_forward.{{gate,up,down}}_proj")
+_add(
+    "CausalLM",
+    "nemotron_h",
+    "mixer.{in_proj!,out_proj,up_proj,down_proj} mixer.{q,k,v,o}_proj mixer.experts.{up,down}_proj "
+    "mixer.shared_experts.{up,down}_proj",
+)
+_add(
+    "CausalLM",
+    "lfm2_moe",
+    "conv.{in_proj!,out_proj} self_attn.{q,k,v,out}_proj feed_forward.w{1,2,3} "
+    "feed_forward.experts.gate_up_proj! feed_forward.experts.down_proj",
+)
 # Encoders
 _add(
     "MaskedLM",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from hf_muon.param_groups import explain_parameters, summarize
+from tests.support.routing_table import TABLE, table_line
 from tests.support.tiny_models import tiny_model
 from tests.unit.param_groups.expected_routing import EXPECTED, expected_names, short_name
 
@@ -21,7 +22,6 @@ def test_case_01_architecture_is_tagged_as_the_oracle_says(model_type: str, head
     on_muon, several = expected_names(model_type, head)
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    # the oracle goes over the model's own names; biases share short names with nothing in the list
     wanted = {name for name in names if short_name(name) in on_muon}
     assert {row.name for row in rows if row.algorithm == "muon"} == wanted
     assert {short_name(name) for name in wanted} == on_muon, "the oracle names a tensor that the model lacks"
@@ -30,6 +30,9 @@ def test_case_01_architecture_is_tagged_as_the_oracle_says(model_type: str, head
 
     assert [row.name for row in rows] == list(names)
     for row in rows:
-        assert sum(b * m * n for b, m, n in row.view.matrix_shapes(row.shape)) == row.count if row.is_muon else True
+        if row.is_muon:  # the matrices hold each element once
+            assert sum(b * m * n for b, m, n in row.view.matrix_shapes(row.shape)) == row.count
     summary = summarize(rows)
     assert summary.muon_elements + summary.adamw_elements == sum(p.numel() for p in names.values())
+    line = table_line(model_type, head, rows)
+    assert line in TABLE.read_text().splitlines(), "run python -m tests.support.routing_table"
