@@ -135,23 +135,19 @@ def wrap_prepare_fsdp2(around: Callable[..., Any]) -> None:
     _wrap_method(Accelerator, "_prepare_fsdp2", around)
 
 
-def wrap_trainer_loading(around: Callable[..., Any]) -> None:
+def wrap_trainer_loading(trainer_class: type, around: Callable[..., Any]) -> None:
     """Make Trainer's two private loaders of a checkpoint folder call `around(original, trainer, folder, *rest)`.
 
     Trainer outside FSDP refuses an FSDP2 checkpoint and looks for the optimizer under another name; nothing public
     runs between `train(resume_from_checkpoint=...)` and that refusal.
     """
-    from transformers import Trainer
-
     for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler"):
-        _wrap_method(Trainer, name, around)
+        _wrap_method(trainer_class, name, around)
 
 
-def wrap_trainer_saving(around: Callable[..., Any]) -> None:
+def wrap_trainer_saving(trainer_class: type, around: Callable[..., Any]) -> None:
     """Make `Trainer.save_model` call `around(original, trainer, *args)` (a public method, wrapped in place)."""
-    from transformers import Trainer
-
-    _wrap_method(Trainer, "save_model", around)
+    _wrap_method(trainer_class, "save_model", around)
 
 
 def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> None:

@@ -7,13 +7,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .activation import activate
+    from .activation import activate, activate_trainer
     from .plugin import DMuonPlugin
 
 # Loaded on first use: `activate` must not import Accelerate's plugin classes before they are needed.
-_NAMES = {"DMuonPlugin": "plugin", "activate": "activation"}
+_NAMES = {"DMuonPlugin": "plugin", "activate": "activation", "activate_trainer": "activation"}
 
-__all__ = ["DMuonPlugin", "activate"]
+__all__ = ["DMuonPlugin", "activate", "activate_trainer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-import sys
+from collections.abc import Callable
+from typing import Any
 
 from ..._compat import wrap_prepare_fsdp2, wrap_trainer_loading, wrap_trainer_saving
 
@@ -13,20 +14,30 @@ from ..._compat import wrap_prepare_fsdp2, wrap_trainer_loading, wrap_trainer_sa
 def activate() -> None:
     """Dedicate owners whenever Accelerate prepares a `MuonWithAuxAdam` under FSDP2. Idempotent.
 
-    Trainer's loading and saving are connected where transformers is in use. A preparation or a checkpoint of another
-    optimizer goes through untouched.
+    A preparation of another optimizer goes through untouched.
     """
     from .prepare import prepare_fsdp2
 
     wrap_prepare_fsdp2(prepare_fsdp2)
-    if "transformers" in sys.modules:
-        activate_trainer()
 
 
-@functools.cache
-def activate_trainer() -> None:
-    """Let Trainer resume across numbers of processes, and agree on the best checkpoint. Idempotent."""
-    from .trainer_checkpoints import load_folder, save_model
+def activate_trainer(trainer_class: type) -> None:
+    """Let Trainer resume across numbers of processes, and agree on the best checkpoint. Idempotent.
 
-    wrap_trainer_loading(load_folder)
-    wrap_trainer_saving(save_model)
+    Runs whenever transformers' Trainer is imported, so nothing heavy is imported until a checkpoint is touched. A
+    Trainer of another optimizer goes through untouched.
+    """
+    wrap_trainer_loading(trainer_class, _load_folder)
+    wrap_trainer_saving(trainer_class, _save_model)
+
+
+def _load_folder(original: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    from .trainer_checkpoints import load_folder
+
+    return load_folder(original, trainer, *args, **options)
+
+
+def _save_model(original: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    from .trainer_checkpoints import save_model
+
+    return save_model(original, trainer, *args, **options)

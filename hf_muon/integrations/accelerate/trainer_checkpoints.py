@@ -20,7 +20,7 @@ from .prepare import muon_optimizer
 logger = logging.getLogger("hf_muon.accelerate")
 
 
-def load_folder(original: Callable[..., Any], trainer: Any, folder: Any, *rest: Any, **options: Any) -> Any:
+def load_folder(original: Callable[..., Any], trainer: Any, folder: Any = None, *rest: Any, **options: Any) -> Any:
     """Run one of Trainer's loaders, or read the folder ourselves where it was written in another layout. Collective.
 
     Args:
@@ -60,13 +60,12 @@ def save_model(original: Callable[..., Any], trainer: Any, *args: Any, **options
 def uses_muon(trainer: Any) -> bool:
     """Return whether this Trainer trains with hf-muon, also before its optimizer exists."""
     from ..transformers.factory import OptimizerFactory
+    from ..transformers.trainer_options import asks_for_dmuon
 
-    if muon_optimizer(trainer.optimizer) is not None:
-        return True
-    optimizer_class = (trainer.optimizer_cls_and_kwargs or (None,))[0]
+    optimizer_class = (getattr(trainer, "optimizer_cls_and_kwargs", None) or (None,))[0]
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, OptimizerFactory):
         return True
-    return str(getattr(trainer.args.optim, "value", trainer.args.optim)) == "dmuon"
+    return muon_optimizer(trainer.optimizer) is not None or asks_for_dmuon(trainer.args)
 
 
 def _format_of(trainer: Any) -> str:
