@@ -6,6 +6,8 @@ The step here is written out on whole matrices so that these tests depend on the
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -135,23 +137,27 @@ def whole_state(model):
     }
 
 
-def reference(seed, world, steps, *, micro_batches=1, lr=0.02, **options):
-    """Train in one process on the ranks' batches, adding per-rank gradients in rank order, then averaging."""
+def reference(seed, world, steps, *, micro_batches=1, lr=0.02, order=None, sum_dtype=torch.float32, **options):
+    """Train in one process on the ranks' batches; add per-rank gradients in a stated order, then average.
+
+    Args:
+        order: rows of ranks; each row is summed from the left, then the rows (HSDP). None: 0, 1, 2, ...
+    """
     model = make_model(seed, **options)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = Stepper(model, lr)
     norms = []
     for step in range(steps):
-        sums = {}
+        gradients = []
         for rank in range(world):
             model.zero_grad()
             for micro in range(micro_batches):
                 (loss_of(model, batch(seed, rank, step * micro_batches + micro)) / micro_batches).backward()
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    sums[name] = p.grad.clone() if name not in sums else sums[name] + p.grad
+            gradients.append({n: p.grad.to(sum_dtype) for n, p in model.named_parameters() if p.grad is not None})
         for name, p in model.named_parameters():
-            p.grad = sums[name] / world if name in sums else None
+            rows = [[gradients[rank][name] for rank in row] for row in order or [range(world)]]
+            sums = [functools.reduce(torch.add, row) for row in rows]
+            p.grad = (functools.reduce(torch.add, sums) / world).to(p.dtype)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
         optimizer.step()
     return start, {name: p.detach().clone() for name, p in model.named_parameters()}, norms
