@@ -135,6 +135,16 @@ def wrap_prepare_fsdp2(around: Callable[..., Any]) -> None:
     _wrap_method(Accelerator, "_prepare_fsdp2", around)
 
 
+def wrap_load_state(around: Callable[..., Any]) -> None:
+    """Make `Accelerator.load_state` call `around(original, accelerator, *args)` (public, wrapped in place).
+
+    Its public load hook runs after weights and optimizer were read, too late to refuse a truncated file.
+    """
+    from accelerate import Accelerator
+
+    _wrap_method(Accelerator, "load_state", around)
+
+
 def wrap_trainer_loading(trainer_class: type, around: Callable[..., Any]) -> None:
     """Make Trainer's two private loaders of a checkpoint folder call `around(original, trainer, folder, *rest)`.
 
@@ -166,3 +176,8 @@ def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> None:
 def mark_prepared(item: Any) -> None:
     """Tell Accelerate that `item` needs no wrapping of its own any more; it keeps this as a private attribute."""
     item._is_accelerate_prepared = True
+
+
+def accelerator_optimizers(accelerator: Any) -> list[Any]:
+    """Return the optimizers that an Accelerator has prepared; it offers no public list."""
+    return list(accelerator._optimizers)

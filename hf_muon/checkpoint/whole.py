@@ -35,7 +35,9 @@ def load_whole_model(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for kind in ("missing", "unexpected"):
         keys = list(getattr(result, f"{kind}_keys"))
         if keys and not (kind == "missing" and _is_adapter(model)):
-            logger.warning("The checkpoint has %s keys: %s.", kind, ", ".join(keys[:3]) + (", ..." if keys[3:] else ""))
+            logger.warning(
+                "The checkpoint has %s keys: %s.", kind, ", ".join(keys[:3]) + (", ..." if keys[3:] else "")
+            )
 
 
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..._compat import wrap_prepare_fsdp2, wrap_trainer_loading, wrap_trainer_saving
+from ..._compat import wrap_load_state, wrap_prepare_fsdp2, wrap_trainer_loading, wrap_trainer_saving
 
 
 @functools.cache
@@ -16,9 +16,10 @@ def activate() -> None:
 
     A preparation of another optimizer goes through untouched.
     """
-    from .prepare import prepare_fsdp2
+    from .prepare import load_state, prepare_fsdp2
 
     wrap_prepare_fsdp2(prepare_fsdp2)
+    wrap_load_state(load_state)
 
 
 def activate_trainer(trainer_class: type) -> None:

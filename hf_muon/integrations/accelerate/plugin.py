@@ -34,7 +34,9 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
     def __post_init__(self) -> None:
         """Check, and make Accelerate's FSDP2 preparation dedicate owners."""
         if self.dmuon not in MODES:
-            raise ValueError(f"dmuon must be one of {', '.join(MODES)}; got {self.dmuon!r}.{nearest(self.dmuon, MODES)}")
+            raise ValueError(
+                f"dmuon must be one of {', '.join(MODES)}; got {self.dmuon!r}.{nearest(self.dmuon, MODES)}"
+            )
         refuse_fsdp1(self)
         super().__post_init__()
         activate()

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._compat import mark_prepared
-from ...checkpoint import install_model_doors, install_optimizer_doors
+from ..._compat import accelerator_optimizers, mark_prepared
+from ...checkpoint import install_model_doors, install_optimizer_doors, verify_checkpoint
+from ...checkpoint.integrity import agree
 from ...distributed import DetachedMatrix, OwnedDTensor, Placement, attach, detach, find_runtime, put_back
 from ...optim import MuonWithAuxAdam
 from .settings import OwnerSettings, read_settings, refuse_unsupported, resolve_mode
@@ -62,6 +63,20 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *args: Any) ->
     install_model_doors(prepared)
     install_optimizer_doors(optimizer, prepared)
     return result
+
+
+def load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
+    """Run `Accelerator.load_state`; check the files of the folder first. Collective.
+
+    Under FSDP2 only rank 0 opens some of them: an error there alone would leave the other ranks waiting.
+
+    Raises:
+        ValueError: a file is truncated or missing; it is named, on every rank, and nothing was loaded.
+    """
+    folder = args[0] if args else options.get("input_dir")
+    if folder is not None and accelerator.is_fsdp2 and any(map(muon_optimizer, accelerator_optimizers(accelerator))):
+        agree(verify_checkpoint, folder)
+    return original(accelerator, *args, **options)
 
 
 def muon_optimizer(item: Any) -> MuonWithAuxAdam | None:

@@ -13,8 +13,20 @@ LAYER = "LlamaDecoderLayer"
 
 
 def run(job, world_size, *args, timeout=90, **kwargs):
-    """Call `job` on every rank with Accelerate's singletons and torchrun's variables fresh."""
+    """Call `job` on every rank with Accelerate's singletons and torchrun's variables fresh.
+
+    Starting workers and importing transformers in them is not part of the job's limit: it may take a minute on a busy
+    machine, a job takes seconds.
+    """
+    run_on_ranks(world_size, _import_libraries, timeout=240)
     return run_on_ranks(world_size, _on_rank, job, args, kwargs, timeout=timeout)
+
+
+def _import_libraries():
+    import peft
+    from transformers import Trainer
+
+    return peft.__name__, Trainer.__name__
 
 
 def _on_rank(job, args, kwargs):
@@ -76,6 +88,13 @@ def fsdp_accelerator(mode="z3", state_dict_type="FULL_STATE_DICT", mixed_precisi
         activation_checkpointing=more.pop("activation_checkpointing", False),
         dmuon=more.pop("dmuon", "auto"),
     )
+    if replicas := more.pop("replicas", None):
+        from accelerate.parallelism_config import ParallelismConfig
+
+        world_size = torch.distributed.get_world_size()
+        more["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=replicas, dp_shard_size=world_size // replicas
+        )
     return Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=mixed_precision, **more)
 
 
@@ -168,3 +187,102 @@ def resume_in_one_process(folder):
     load_whole_optimizer(optimizer.optimizer, read_optimizer(folder))
     losses, _ = train(accelerator, model, optimizer, batches(1, 6, 8)[3:])
     return losses, whole_state(accelerator, model)
+
+
+def accumulated(mode, micro_batches, seed=1, steps=3):
+    """`steps` optimizer steps of 16 rows in `micro_batches` pieces, through `accelerator.accumulate`."""
+    accelerator = fsdp_accelerator(mode, gradient_accumulation_steps=micro_batches)
+    model, optimizer = accelerator.prepare(*_model_and_muon())
+    data = batches(seed, steps, 16, accelerator.num_processes, accelerator.process_index)
+    pieces = [piece for tokens in data for piece in tokens.chunk(micro_batches)]
+    hf_muon.comm_stats(model, reset=True)
+    _, norms = train(accelerator, model, optimizer, pieces)
+    return norms, hf_muon.comm_stats(model), whole_state(accelerator, model)
+
+
+def _model_and_muon(**options):
+    model = tiny_llama()
+    return model, muon(model, **options)
+
+
+def public_state(folder):
+    """Look at every door: types, shapes and finiteness, and a saved model read back."""
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.tensor import DTensor, Shard
+
+    from hf_muon.distributed import OwnedDTensor
+
+    accelerator, model, optimizer = _prepared("z3")
+    data = batches(1, 2, 8, accelerator.num_processes, accelerator.process_index)
+    train(accelerator, model, optimizer, data)
+    owned = sum(isinstance(parameter, OwnedDTensor) for parameter in model.parameters())
+    optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
+    tensors = {**model.state_dict(), **{f"{n}.{k}": v for n, s in optimizer_state.items() for k, v in s.items()}}
+    for name, tensor in tensors.items():
+        assert type(tensor) is DTensor or tensor.ndim == 0, name
+        assert tensor.ndim == 0 or tuple(tensor.placements) == (Shard(0),), name
+        assert bool(torch.isfinite(tensor.full_tensor() if tensor.ndim else tensor).all()), name
+    whole = whole_state(accelerator, model)
+    accelerator.save_model(model, folder)
+    if accelerator.is_main_process:
+        saved = load_file(f"{folder}/model.safetensors")
+        assert all(torch.equal(saved[name], whole[name]) for name in saved)
+        assert {name: value.shape for name, value in whole.items()} == {
+            name: value.shape for name, value in tiny_llama().state_dict().items()
+        }
+    return owned, len(tensors)
+
+
+def message_of_load(folder, **settings):
+    """What `load_state` says on this rank, and whether the weights are untouched."""
+    accelerator, model, optimizer = _prepared("z3", **settings)
+    before = whole_state(accelerator, model)
+    try:
+        accelerator.load_state(folder)
+    except ValueError as error:
+        after = whole_state(accelerator, model)
+        return str(error), all(torch.equal(before[name], after[name]) for name in before)
+    return None, None
+
+
+def message_of_prepare(**settings):
+    """What `prepare` raises for these settings."""
+    accelerator = fsdp_accelerator(**{key: value for key, value in settings.items() if key != "optimizer"})
+    model = tiny_llama()
+    try:
+        accelerator.prepare(model, muon(model, **settings.get("optimizer", {})))
+    except (NotImplementedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}", len(list(model.parameters()))
+    return None, None
+
+
+def offloaded_message():
+    """What `prepare` raises when the plugin offloads parameters."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    accelerator = fsdp_accelerator()
+    accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy()
+    model = tiny_llama()
+    try:
+        accelerator.prepare(model, muon(model))
+    except NotImplementedError as error:
+        return str(error)
+
+
+def sharded_before_message():
+    """What `prepare` raises for a model that holds DTensors already."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    accelerator = fsdp_accelerator()
+    model = tiny_llama()
+    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+    optimizer = muon(model)
+    norm = model.model.norm
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Shard(0)]))
+    try:
+        accelerator.prepare(model, optimizer)
+    except NotImplementedError as error:
+        return str(error)

@@ -101,6 +101,27 @@ def outcome(trainer, keep):
     }
 
 
+def lora_llama(seed=0):
+    """A tiny Llama with LoRA matrices; the base is the same for every seed, only the adapter differs."""
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_llama(seed=0)
+    torch.manual_seed(seed)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # starts at zero, which would hide errors
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def train_lora(folder, steps=4, checkpoint=None, seed=0, **options):
+    """Train adapters, from scratch or from `checkpoint`."""
+    trainer, keep = build(lora_llama(seed), arguments(folder, steps, **options))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return outcome(trainer, keep)
+
+
 def train(folder, steps=6, tied=False, evaluate=False, **options):
     """Train from scratch."""
     if evaluate:
