@@ -144,3 +144,49 @@ def read_best(folder):
     """What trainer_state.json in a checkpoint says is the best."""
     with open(os.path.join(folder, "trainer_state.json")) as file:
         return json.load(file)["best_model_checkpoint"]
+
+
+def train_twice(folder, **options):
+    """Call `train()` again on the same Trainer, then evaluate and predict."""
+    trainer, keep = build(tiny_llama(), arguments(folder, 2, lr_scheduler_type="constant", **options))
+    trainer.train()
+    trainer.args.max_steps = 4
+    trainer.train()
+    evaluated = trainer.evaluate(Tokens(8, seed=4))["eval_loss"]
+    predicted = trainer.predict(Tokens(8, seed=4)).predictions
+    return {**outcome(trainer, keep), "eval_loss": evaluated, "predictions": torch.as_tensor(predicted)}
+
+
+def train_without_registration(folder, **options):
+    """The public route `optimizer_cls_and_kwargs`."""
+    from hf_muon import OptimizerFactory
+
+    args = arguments(folder, 6, **options)
+    args.optim, args.optim_args = "adamw_torch", None
+    route = (OptimizerFactory, {"lr": 3e-3, "weight_decay": 0.1, "ns_dtype": "float32"})
+    trainer, keep = build(tiny_llama(), args, optimizer_cls_and_kwargs=route)
+    trainer.train()
+    return outcome(trainer, keep)
+
+
+def message_of_resume(folder, checkpoint, **options):
+    """What resuming raises on this rank."""
+    trainer, _ = build(tiny_llama(seed=5), arguments(folder, 6, **options))
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except ValueError as error:
+        return str(error)
+
+
+def message_of_fsdp1(folder):
+    """What FSDP version 1 raises."""
+    from transformers import TrainingArguments
+
+    cpu_fsdp2.enable()
+    args = TrainingArguments(
+        output_dir=folder, max_steps=1, optim="dmuon", use_cpu=True, report_to=[], fsdp=True, fsdp_config={"version": 1}
+    )
+    try:
+        Trainer(tiny_llama(), args, train_dataset=Tokens()).train()
+    except NotImplementedError as error:
+        return str(error)
