@@ -8,11 +8,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from .layouts import known_raw_view
 from .sites import Site, TensorSites, class_name, class_names, true_shape
 from .views import MatrixView
+
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 # Class names that transformers' models share; the class decides, whatever the attribute is called.
 _NORM_CLASS = re.compile(r"Norm(?:\d*[dD]?|Gated|[A-Z]\w*)?$")
@@ -116,7 +124,7 @@ def matrix_view(site: Site, shape: tuple[int, ...]) -> MatrixView:
         return known
     if _is_conv1d_of_gpt2(site.module):
         return MatrixView(transposed=True)
-    if isinstance(site.module, _ConvNd):
+    if isinstance(site.module, _CONVOLUTIONS):
         return MatrixView(flatten=len(shape) > 2)
     if len(shape) > 3:
         raise ValueError(
@@ -153,7 +161,7 @@ def _by_shape_and_type(site: Site, shape: tuple[int, ...]) -> Verdict | None:
         return Verdict(False, "bias", f"bias ({site.leaf})")
     if len(shape) < 2:
         return Verdict(False, "vector", "fewer than two axes")
-    if isinstance(module, _ConvNd):
+    if isinstance(module, _CONVOLUTIONS):
         kind = "depthwise convolution" if module.groups > 1 else "convolution"
         return Verdict(False, "convolution", f"{kind} ({class_name(module)})")
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
@@ -219,7 +227,7 @@ def _is_linear(module: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def _is_conv1d_of_gpt2(module: nn.Module) -> bool:
-    return "Conv1D" in class_names(module) and hasattr(module, "nf") and not isinstance(module, _ConvNd)
+    return "Conv1D" in class_names(module) and hasattr(module, "nf") and not isinstance(module, _CONVOLUTIONS)
 
 
 def _has_experts(module: nn.Module) -> bool:
