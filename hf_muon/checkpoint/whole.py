@@ -24,14 +24,14 @@ def load_whole_model(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    weights = _with_adapter_names(model, dict(weights))
+    whole: dict[str, Any] = _with_adapter_names(model, dict(weights))
     options = StateDictOptions(full_state_dict=True, strict=False, broadcast_from_rank0=_is_shared())
-    names = len(weights)
-    result = set_model_state_dict(model, weights if not _is_shared() or _is_first() else {}, options=options)
-    if names and len(result.unexpected_keys) >= names:
+    names = {name for name, _ in model.named_parameters()}
+    if whole and not any(_plain_name(name) in whole for name in names):
         raise ValueError(
-            f"weights must belong to this model; got names such as {next(iter(weights))}, none of which it has."
+            f"weights must belong to this model; got names such as {next(iter(whole))}, none of which it has."
         )
+    result = set_model_state_dict(model, whole if not _is_shared() or _is_first() else {}, options=options)
     for kind in ("missing", "unexpected"):
         keys = list(getattr(result, f"{kind}_keys"))
         if keys and not (kind == "missing" and _is_adapter(model)):
@@ -48,6 +48,12 @@ def load_whole_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str,
         state_dict: keyed by number with `param_names` in the groups, or by FQN.
     """
     optimizer.load_state_dict(state_dict)
+
+
+def _plain_name(name: str) -> str:
+    """Return the FQN without what DDP, torch.compile and activation checkpointing put into it."""
+    parts = [part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module")]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
 
 
 def _is_shared() -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test-only switch: stock Accelerate selects FSDP2 for several GPUs only; this lets it do so for several CPU processes."""
+"""Test-only switch: stock Accelerate selects FSDP2 for several GPUs only; this does so for CPU processes too."""
 
 import contextlib
 import os

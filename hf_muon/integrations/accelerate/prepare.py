@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ def _take_out(model: nn.Module, optimizer: MuonWithAuxAdam) -> list[DetachedMatr
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if isinstance(parameter, OwnedDTensor):
                 full_name = f"{prefix}.{name}" if prefix else name
-                entry = sites.setdefault(id(parameter), DetachedMatrix(full_name, parameter, []))
+                entry = sites.setdefault(id(parameter), DetachedMatrix(full_name, cast(nn.Parameter, parameter), []))
                 entry.sites.append((module, name))
                 delattr(module, name)
     return list(sites.values())

@@ -236,7 +236,7 @@ def public_state(folder):
 
 def message_of_load(folder, **settings):
     """What `load_state` says on this rank, and whether the weights are untouched."""
-    accelerator, model, optimizer = _prepared("z3", **settings)
+    accelerator, model, _ = _prepared("z3", **settings)
     before = whole_state(accelerator, model)
     try:
         accelerator.load_state(folder)

@@ -148,7 +148,7 @@ def test_an_optimizer_of_another_model_is_refused_and_the_model_stays_whole():
     optimizer = jobs.muon(other)
     model.model.layers = other.model.layers[:2]
     count = len(list(model.parameters()))
-    with pytest.raises(ValueError, match="must all be trainable parameters of the model; got 21 of which .* has 14"):
+    with pytest.raises(ValueError, match=r"must all be trainable parameters of the model; got 21 of which .* has 14"):
         _take_out(model, optimizer)
     assert len(list(model.parameters())) == count
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

@@ -163,7 +163,8 @@ def train_without_registration(folder, **options):
 
     args = arguments(folder, 6, **options)
     args.optim, args.optim_args = "adamw_torch", None
-    route = (OptimizerFactory, {"lr": 3e-3, "weight_decay": 0.1, "ns_dtype": "float32"})
+    options = {"lr": 3e-3, "weight_decay": 0.1, "ns_dtype": "float32", "betas": (0.9, 0.999), "eps": 1e-8}
+    route = (OptimizerFactory, options)
     trainer, keep = build(tiny_llama(), args, optimizer_cls_and_kwargs=route)
     trainer.train()
     return outcome(trainer, keep)
@@ -175,18 +176,4 @@ def message_of_resume(folder, checkpoint, **options):
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except ValueError as error:
-        return str(error)
-
-
-def message_of_fsdp1(folder):
-    """What FSDP version 1 raises."""
-    from transformers import TrainingArguments
-
-    cpu_fsdp2.enable()
-    args = TrainingArguments(
-        output_dir=folder, max_steps=1, optim="dmuon", use_cpu=True, report_to=[], fsdp=True, fsdp_config={"version": 1}
-    )
-    try:
-        Trainer(tiny_llama(), args, train_dataset=Tokens()).train()
-    except NotImplementedError as error:
         return str(error)
