@@ -120,7 +120,7 @@ def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-# ---------------------------------------------------------------------- accelerate and Trainer (integrations.accelerate)
+# ---------------------------------------------------------------- accelerate and Trainer: preparation, checkpoints
 
 
 def wrap_prepare_fsdp2(around: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ def verify_checkpoint(folder: str | Path) -> None:
     """Check every file of a checkpoint folder that loading will read. No collective; see `integrity.agree`.
 
     Raises:
-        ValueError: a file is truncated or missing; it is named.
+        ValueError: a file is truncated or missing, or weights and optimizer state are of different models; the file
+            is named.
     """
     found = find_checkpoint(folder)
     if found is None:
@@ -72,6 +73,46 @@ def verify_checkpoint(folder: str | Path) -> None:
     for part in (found.model, found.optimizer):
         if part is not None:
             (verify_sharded if part.is_dir() else verify_file)(part)
+    if found.optimizer is not None and found.is_fsdp:
+        _check_that_halves_fit(found)
+
+
+def _check_that_halves_fit(found: CheckpointFolder) -> None:
+    weights = _shapes(found.model, "model")
+    for name, shape in _shapes(cast(Path, found.optimizer), "optimizer").items():
+        wanted = weights.get(name, shape)
+        if shape != wanted:
+            raise ValueError(
+                f"{found.optimizer} must belong to the weights beside it; its state of {name} has the shape {shape},"
+                f" the weights have {wanted}. Nothing was loaded. The folder mixes two checkpoints."
+            )
+
+
+def _shapes(part: Path, key: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight, or of every parameter's state, by FQN, without reading the values."""
+    if part.is_dir():
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        entries = FileSystemReader(part).read_metadata().state_dict_metadata
+        sizes = {
+            name.removeprefix(f"{key}."): tuple(entry.size)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        if key == "model":
+            return sizes
+        names = {name: name.removeprefix("state.").rpartition(".")[0] for name in sizes if name.startswith("state.")}
+        return {parameter: sizes[name] for name, parameter in names.items() if sizes[name]}
+    content = torch.load(part, map_location="cpu", weights_only=True, mmap=True)
+    if key == "model":
+        return {name: tuple(value.shape) for name, value in content.items()}
+    return {
+        str(name): tuple(value.shape)
+        for name, values in content["state"].items()
+        for value in values.values()
+        if isinstance(value, Tensor) and value.ndim
+    }
 
 
 def read_model(folder: str | Path) -> dict[str, Tensor]:

@@ -24,10 +24,7 @@ def verify_file(path: Path) -> None:
     Raises:
         ValueError: the file is truncated or no file of its kind; it is named.
     """
-    if path.suffix == ".safetensors":
-        problem = _problem_of_safetensors(path)
-    else:
-        problem = _problem_of_archive(path)
+    problem = (_problem_of_safetensors if path.suffix == ".safetensors" else _problem_of_archive)(path)
     if problem:
         raise ValueError(_message(path, problem))
 
