@@ -91,7 +91,7 @@ def retained_graph(net, seed, rank, step):
 def evaluate_between(net, seed, rank, step):
     """Forward without gradients, forward with gradients that nobody uses, then train.
 
-    No evaluation between backward and step: FSDP2 itself keeps its root's parameters stale then (`stale_job` has ours).
+    No evaluation between backward and step: FSDP2 itself keeps its root's parameters stale then (ours: `stale_job`).
     """
     with torch.no_grad():
         models.loss_of(net, models.batch(seed, rank, 100))
