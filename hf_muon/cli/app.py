@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     quiet_third_parties()
     route_own_log()
     code = _run(words)
-    gc.freeze()  # nothing needs collecting any more; at exit that alone would cost a second
+    if arguments is None:
+        gc.freeze()  # the process ends here: collecting everything once more would cost a second
     sys.exit(code)
 
 

@@ -171,4 +171,5 @@ def _apply_(
     if weight is not target:
         target.copy_(weight)
     if squares is not None:
-        squares.append(torch.linalg.vector_norm(direction, dtype=torch.float32).mul(alpha).square())
+        dtype = torch.promote_types(direction.dtype, torch.float32)
+        squares.append(torch.linalg.vector_norm(direction, dtype=dtype).mul(alpha).square())

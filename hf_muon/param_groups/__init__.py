@@ -2,7 +2,7 @@
 """Which parameter is updated by which algorithm: rules, matrix views, groups."""
 
 from .fused import known_layouts
-from .groups import build_param_groups, split_group
+from .groups import build_param_groups
 from .tagging import (
     LOW_COVERAGE,
     ParameterRow,
@@ -26,7 +26,6 @@ __all__ = [
     "check_coverage",
     "explain_parameters",
     "known_layouts",
-    "split_group",
     "summarize",
     "tag_parameters",
     "user_choice",

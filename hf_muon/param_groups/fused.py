@@ -11,12 +11,12 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from .sites import Site
+from .sites import Site, class_name
 from .views import MatrixView
 
 logger = logging.getLogger("hf_muon.param_groups")
@@ -57,8 +57,9 @@ def _split_size(module: Any, rows: int) -> Layout:
 
 def _grouped_query(module: Any, rows: int) -> Layout:
     """Phi-3, DBRX: all query heads, then all key heads, then all value heads."""
+    heads = module.num_heads if hasattr(module, "num_heads") else module.config.num_attention_heads
     key_rows = module.num_key_value_heads * module.head_dim
-    return 1, (rows - 2 * key_rows, key_rows, key_rows)
+    return 1, (heads * module.head_dim, key_rows, key_rows)
 
 
 def _gpt_bigcode(module: Any, rows: int) -> Layout:
@@ -223,34 +224,27 @@ def split_fused(site: Site, view: MatrixView, shape: tuple[int, ...]) -> MatrixV
     reader = _reader(runner, leaf)
     if reader is None:
         if _LOOKS_FUSED.search(leaf):
-            _note_left_whole(type(runner).__name__, leaf, "no layout is known for it")
+            _note_left_whole(class_name(runner), leaf, "no layout is known for it")
         return view
     try:
         groups, parts = reader(runner, rows)
         split = dataclasses.replace(view, groups=int(groups), parts=tuple(int(rows) for rows in parts))
         split.matrix_shapes(shape)
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
-        _note_left_whole(type(runner).__name__, leaf, str(error))
+        _note_left_whole(class_name(runner), leaf, str(error))
         return view
     return split
 
 
 def _reader(runner: nn.Module, leaf: str) -> Reader | None:
-    for name in _names(runner):
-        if (name, leaf) in _LAYOUTS:
-            return _LAYOUTS[name, leaf]
     if leaf == "gate_up_proj" and hasattr(runner, "is_concatenated") and hasattr(runner, "has_gate"):
         return _experts
-    return None
-
-
-def _names(module: nn.Module) -> Iterator[str]:
-    # A subclass may change the forward pass, so only the class itself counts; dynamic wrappers that keep the
-    # name (FSDP2 prefixes it) are seen through.
-    name = type(module).__name__
-    yield name
-    if name.startswith("FSDP"):
-        yield name.removeprefix("FSDP")
+    # Only the very classes that were read: a subclass, or remote code with the same name, may run it differently.
+    name = class_name(runner)
+    sources = [cls.__module__ for cls in type(runner).__mro__ if cls.__name__ == name]
+    if not any(source.startswith(("transformers.models.", "torch.nn.")) for source in sources):
+        return None
+    return _LAYOUTS.get((name, leaf))
 
 
 @functools.cache

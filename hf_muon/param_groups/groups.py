@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn routing rows, or a caller's own groups, into the groups that `MuonWithAuxAdam` takes."""
+"""Turn routing rows into the groups that `MuonWithAuxAdam` takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from .tagging import ParameterRow
-from .views import MatrixView
 
 
 def build_param_groups(
@@ -44,47 +43,6 @@ def build_param_groups(
         {**_members(plain, by_name), "use_muon": False, **adamw, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def split_group(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split a caller's own group of tagged parameters in two: Muon first, then AdamW.
-
-    Both halves keep every option of the group (its lr, its weight decay); an empty half is left out.
-
-    Args:
-        group: a torch parameter group without `use_muon`; parameters carry the marks of `tag_parameters`.
-
-    Raises:
-        ValueError: a parameter carries no tag, or Muon is asked for on one that holds no matrix.
-    """
-    params = list(group["params"])
-    names = list(group.get("param_names") or [f"parameter {i}" for i in range(len(params))])
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names", "matrix_views", "use_muon")}
-    halves: dict[bool, list[int]] = {True: [], False: []}
-    for i, parameter in enumerate(params):
-        tag = getattr(parameter, "use_muon", None)
-        if tag is None:
-            raise ValueError(
-                f"{names[i]} must be tagged; got no use_muon. Call hf_muon.tag_parameters(model) before building "
-                "the optimizer, or set use_muon in the group."
-            )
-        if tag and parameter.ndim < 2:
-            raise ValueError(
-                f"{names[i]} must have at least two axes to be on Muon; got shape {tuple(parameter.shape)}. "
-                "Set use_muon = False on it."
-            )
-        halves[bool(tag)].append(i)
-    result = []
-    for use_muon, members in halves.items():
-        if not members:
-            continue
-        half: dict[str, Any] = {"params": [params[i] for i in members], "use_muon": use_muon, **options}
-        if group.get("param_names"):
-            half["param_names"] = [names[i] for i in members]
-        if use_muon:
-            half["matrix_views"] = [getattr(params[i], "muon_view", None) or MatrixView() for i in members]
-        result.append(half)
-    return result
 
 
 def _members(rows: Sequence[ParameterRow], by_name: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from .sites import class_name
 from .views import MatrixView
 
 # (class name, attribute) -> view, for modules whose instances carry no layout flags of their own.
@@ -57,7 +58,7 @@ def known_raw_view(module: nn.Module, leaf: str, shape: tuple[int, ...]) -> Matr
         leaf: the attribute name.
         shape: the parameter's whole shape.
     """
-    key = (type(module).__name__, leaf)
+    key = (class_name(module), leaf)
     if key in _FROM_INSTANCE:
         return _FROM_INSTANCE[key](module)
     if key in _FIXED:

@@ -8,11 +8,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from .layouts import known_raw_view
-from .sites import Site, TensorSites, class_names, true_shape
+from .sites import Site, TensorSites, class_name, class_names, true_shape
 from .views import MatrixView
+
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 # Class names that transformers' models share; the class decides, whatever the attribute is called.
 _NORM_CLASS = re.compile(r"Norm(?:\d*[dD]?|Gated|[A-Z]\w*)?$")
@@ -116,7 +124,7 @@ def matrix_view(site: Site, shape: tuple[int, ...]) -> MatrixView:
         return known
     if _is_conv1d_of_gpt2(site.module):
         return MatrixView(transposed=True)
-    if isinstance(site.module, _ConvNd):
+    if isinstance(site.module, _CONVOLUTIONS):
         return MatrixView(flatten=len(shape) > 2)
     if len(shape) > 3:
         raise ValueError(
@@ -130,7 +138,9 @@ def _decide_site(site: Site, shape: tuple[int, ...]) -> Verdict:
     for rule in (_by_adapter, _by_shape_and_type, _by_surroundings, _by_matrix_type):
         if (verdict := rule(site, shape)) is not None:
             return verdict
-    return Verdict(False, "other", f"no rule knows {_class(site.module)}.{site.leaf}: AdamW, `include` switches it")
+    return Verdict(
+        False, "other", f"no rule knows {class_name(site.module)}.{site.leaf}: AdamW, `include` switches it"
+    )
 
 
 def _by_adapter(site: Site, shape: tuple[int, ...]) -> Verdict | None:
@@ -144,18 +154,18 @@ def _by_adapter(site: Site, shape: tuple[int, ...]) -> Verdict | None:
 def _by_shape_and_type(site: Site, shape: tuple[int, ...]) -> Verdict | None:
     module = site.module
     if _is_norm(module):
-        return Verdict(False, "norm", f"norm ({_class(module)})")
+        return Verdict(False, "norm", f"norm ({class_name(module)})")
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return Verdict(False, "embedding", f"embedding module ({_class(module)})")
+        return Verdict(False, "embedding", f"embedding module ({class_name(module)})")
     if _is_bias(site.leaf):
         return Verdict(False, "bias", f"bias ({site.leaf})")
     if len(shape) < 2:
         return Verdict(False, "vector", "fewer than two axes")
-    if isinstance(module, _ConvNd):
+    if isinstance(module, _CONVOLUTIONS):
         kind = "depthwise convolution" if module.groups > 1 else "convolution"
-        return Verdict(False, "convolution", f"{kind} ({_class(module)})")
+        return Verdict(False, "convolution", f"{kind} ({class_name(module)})")
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return Verdict(False, "recurrent", f"recurrent layer ({_class(module)})")
+        return Verdict(False, "recurrent", f"recurrent layer ({class_name(module)})")
     if site.leaf in _SSM_NAMES:
         return Verdict(False, "ssm", f"state-space parameter ({site.leaf})")
     return None
@@ -166,12 +176,12 @@ def _by_surroundings(site: Site, shape: tuple[int, ...]) -> Verdict | None:
     for module in chain:
         if hasattr(module, "get_input_embeddings"):
             break  # a whole model: its class name says nothing about one tensor
-        if _ROUTER_CLASS.search(_class(module)):
-            return Verdict(False, "router", f"router ({_class(module)})")
-        if _HEAD_CLASS.search(_class(module)):
-            return Verdict(False, "head", f"head ({_class(module)})")
-        if _EMBEDDING_CLASS.search(_class(module)):
-            return Verdict(False, "embedding", f"inside an embedding module ({_class(module)})")
+        if _ROUTER_CLASS.search(class_name(module)):
+            return Verdict(False, "router", f"router ({class_name(module)})")
+        if _HEAD_CLASS.search(class_name(module)):
+            return Verdict(False, "head", f"head ({class_name(module)})")
+        if _EMBEDDING_CLASS.search(class_name(module)):
+            return Verdict(False, "embedding", f"inside an embedding module ({class_name(module)})")
     path = site.logical_path.split(".")
     if head := _first_in(path, _HEAD_NAMES):
         return Verdict(False, "head", f"head (inside {head!r})")
@@ -187,12 +197,14 @@ def _by_matrix_type(site: Site, shape: tuple[int, ...]) -> Verdict | None:
     if 1 in shape[-2:] and site.leaf == "weight" and len(shape) == 2:
         return Verdict(False, "vector", "a single row or column has no spectrum")
     if (view := known_raw_view(module, site.leaf, shape)) is not None:
-        kind = "expert matrices" if _EXPERT_CLASS.search(_class(module)) else "stored matrices"
-        return Verdict(True, "experts" if kind[0] == "e" else "matrix", f"{kind} ({_class(module)}.{site.leaf})", view)
+        kind = "expert matrices" if _EXPERT_CLASS.search(class_name(module)) else "stored matrices"
+        return Verdict(
+            True, "experts" if kind[0] == "e" else "matrix", f"{kind} ({class_name(module)}.{site.leaf})", view
+        )
     if site.leaf == "weight" and _is_conv1d_of_gpt2(module):
         return Verdict(True, "matrix", "Conv1D, stored (in, out)", MatrixView(transposed=True))
     if site.leaf == "weight" and _is_linear(module, shape):
-        what = f"LoRA matrix (lora_{site.lora})" if site.lora else f"linear layer ({_class(module)})"
+        what = f"LoRA matrix (lora_{site.lora})" if site.lora else f"linear layer ({class_name(module)})"
         return Verdict(True, "lora" if site.lora else "matrix", what)
     return None
 
@@ -215,15 +227,11 @@ def _is_linear(module: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def _is_conv1d_of_gpt2(module: nn.Module) -> bool:
-    return "Conv1D" in class_names(module) and hasattr(module, "nf") and not isinstance(module, _ConvNd)
+    return "Conv1D" in class_names(module) and hasattr(module, "nf") and not isinstance(module, _CONVOLUTIONS)
 
 
 def _has_experts(module: nn.Module) -> bool:
     return any(hasattr(module, name) for name in ("experts", "num_experts", "n_routed_experts", "local_experts"))
-
-
-def _class(module: nn.Module) -> str:
-    return type(module).__name__
 
 
 def _first_in(path: Iterable[str], names: frozenset[str]) -> str | None:

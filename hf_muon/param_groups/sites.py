@@ -68,6 +68,16 @@ def class_names(module: nn.Module) -> list[str]:
     return [cls.__name__ for cls in type(module).__mro__]
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of the module's class; FSDP2 makes a subclass that it calls `FSDP<name>`, which is undone."""
+    cls = type(module)
+    if cls.__name__.startswith("FSDP") and len(cls.__mro__) > 2:
+        original = cls.__name__.removeprefix("FSDP")
+        if any(base.__name__ == original for base in cls.__mro__[1:]):
+            return original
+    return cls.__name__
+
+
 def collect_tensors(model: nn.Module) -> list[TensorSites]:
     """Return every trainable tensor of `model` once, in `named_parameters()` order, with all its places.
 

@@ -13,7 +13,9 @@ from .options import Debug, Json
 
 
 def params(
-    model: Annotated[str, typer.Argument(help="A local folder, a hub id, or a built-in configuration name.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A local folder, a hub id, or a built-in configuration name.")
+    ],
     include: Annotated[list[str] | None, typer.Option(help="Regex of names that must be on Muon; may repeat.")] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(help="Regex of names that must be on AdamW; may repeat.")

@@ -122,10 +122,12 @@ def train_once(
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    scores = {
-        split: {"loss": held_out.mean_token_loss(model, task.batches(split)), **task.scores(model, split)}
-        for split in ("validation", "test")
+    # The last point of the curve is the test loss after the last step: not taken twice.
+    losses = {
+        "validation": held_out.mean_token_loss(model, task.batches("validation")),
+        "test": watch.curve[-1]["loss"],
     }
+    scores = {split: {"loss": loss, **task.scores(model, split)} for split, loss in losses.items()}
     result = {
         "name": spec.name,
         "optimizer": spec.optimizer,

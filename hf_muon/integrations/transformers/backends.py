@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+
 import torch
 from torch import nn
 

@@ -305,3 +305,13 @@ def test_update_rms_is_recorded_only_when_asked_for() -> None:
     matrix.grad[0, 0] = math.nan
     optimizer.step()
     assert optimizer.update_rms() == {"muon": 0.0, "adamw": 0.0}
+
+
+def test_float64_parameters_keep_float64_state_and_update_size() -> None:
+    param = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+    optimizer = MuonWithAuxAdam([{"params": [param], "use_muon": True}], lr=0.1)
+    optimizer.track_update_rms = True
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert optimizer.state[param]["momentum_buffer"].dtype == torch.float64
+    assert optimizer.update_rms()["muon"] == pytest.approx(float(param.detach().square().mean().sqrt()), rel=1e-9)

@@ -7,6 +7,7 @@ make the up rows irrelevant (silu(0) = gelu(0) = 0), and so on; a single row in 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,6 +145,37 @@ def test_case_14_parts_are_what_the_forward_pass_uses(case: Case) -> None:
         # the silenced rows multiply exact zeros, so only the order of sums may differ
         torch.testing.assert_close(run(), quiet, atol=1e-5, rtol=1e-5)
         _restore(named, saved)
+
+
+def test_case_14_fsdp2_subclasses_keep_their_layout() -> None:
+    model = tiny_model("phi3", device="meta")
+    plain = explain_parameters(model)
+    for module in list(model.modules()):  # FSDP2 swaps the class of what it wraps for a subclass of this name
+        module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {"__module__": "torch.distributed"})
+    assert [row.view for row in explain_parameters(model)] == [row.view for row in plain]
+
+
+@pytest.mark.parametrize("class_name", ["Phi3Attention", "NobodyKnowsAttention"])
+def test_case_14_code_that_was_not_read_is_never_split(class_name: str, caplog: pytest.LogCaptureFixture) -> None:
+    attention = type(class_name, (nn.Module,), {"__module__": "transformers_modules.somebody"})()
+    attention.qkv_proj, attention.num_key_value_heads, attention.head_dim = nn.Linear(8, 16), 1, 4
+    with caplog.at_level(logging.INFO, logger="hf_muon"):
+        (row,) = [row for row in explain_parameters(nn.Sequential(attention)) if row.is_muon]
+    assert row.view.is_plain
+    assert f"{class_name}.qkv_proj is orthogonalized as one matrix: no layout is known for it." in caplog.text
+
+
+def test_case_14_numbers_that_do_not_fit_leave_one_matrix(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("phi3", device="meta")
+    model.model.layers[0].self_attn.head_dim = 7
+    with caplog.at_level(logging.INFO, logger="hf_muon"):
+        views = [row.view for row in explain_parameters(model) if "qkv_proj" in row.name]
+    assert [len(view.parts) for view in views] == [0, 3]
+    assert (
+        "Phi3Attention.qkv_proj is orthogonalized as one matrix" in caplog.text and "cover all output" in caplog.text
+    )
+    del model.model.layers[0].self_attn.num_key_value_heads
+    assert [len(row.view.parts) for row in explain_parameters(model) if "qkv_proj" in row.name] == [0, 3]
 
 
 def _restore(named: dict[str, nn.Parameter], saved: dict[str, torch.Tensor]) -> None:

@@ -6,14 +6,11 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
-from torch import nn
 
 from hf_muon.param_groups import (
     MatrixView,
     build_param_groups,
     explain_parameters,
-    split_group,
     summarize,
     tag_parameters,
 )
@@ -167,37 +164,6 @@ def test_rows_of_another_freezing_are_refused() -> None:
         build_param_groups(rows, model, muon=MUON, adamw=ADAMW)
     with pytest.raises(ValueError, match=r"rows must name every trainable tensor.*1 missing"):
         build_param_groups(rows[1:-1], model, muon=MUON, adamw=ADAMW)
-
-
-def test_case_10_a_given_group_is_split_in_two_and_keeps_its_options() -> None:
-    model = tiny_model("gpt2")
-    tags = tag_parameters(model)
-    named = dict(model.named_parameters())
-    group = {"params": list(named.values()), "param_names": list(named), "lr": 0.5, "weight_decay": 0.25, "extra": "x"}
-    halves = split_group(group)
-    assert [half["use_muon"] for half in halves] == [True, False]
-    for half, algorithm in zip(halves, ("muon", "adamw"), strict=True):
-        assert (half["lr"], half["weight_decay"], half["extra"]) == (0.5, 0.25, "x")
-        assert half["param_names"] == [name for name in named if tags[name] == algorithm]
-        assert [id(p) for p in half["params"]] == [id(named[name]) for name in half["param_names"]]
-    assert halves[0]["matrix_views"] == [named[name].muon_view for name in halves[0]["param_names"]]
-    assert "matrix_views" not in halves[1]
-
-
-def test_case_10_groups_without_names_or_with_one_kind() -> None:
-    linear = nn.Linear(4, 4)
-    tag_parameters(linear)
-    (half,) = split_group({"params": [linear.weight], "lr": 1.0})
-    assert half["use_muon"] and half["matrix_views"] == [MatrixView()] and "param_names" not in half
-
-
-def test_case_10_untagged_or_impossible_parameters_are_named() -> None:
-    with pytest.raises(ValueError, match=r"parameter 0 must be tagged; got no use_muon. Call hf_muon.tag_parameters"):
-        split_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
-    vector = nn.Parameter(torch.zeros(2))
-    vector.use_muon = True
-    with pytest.raises(ValueError, match=r"v must have at least two axes to be on Muon; got shape \(2,\)"):
-        split_group({"params": [vector], "param_names": ["v"]})
 
 
 def test_summary_adds_up() -> None:
