@@ -87,7 +87,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is running now ends. DDP and FSDP2 use the same; no public form exists."""
     import torch
 
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def foreach_copy_(targets: list[Any], sources: list[Any]) -> None:

@@ -128,7 +128,7 @@ def detach(model: nn.Module, predicate: Predicate | None = None) -> list[Detache
         )
     for matrix in found.values():
         for module, attribute in matrix.sites:
-            delattr(module, attribute)
+            setattr(module, attribute, None)  # keeps its place among the module's parameters
     return list(found.values())
 
 

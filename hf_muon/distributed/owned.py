@@ -69,6 +69,15 @@ class OwnedShard(Shard):
         super().__init__(0)
         self.owner = owner
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnedShard) and other.owner == self.owner
+
+    def __hash__(self) -> int:
+        return hash((OwnedShard, self.owner))
+
+    def __repr__(self) -> str:
+        return f"OwnedShard(owner={self.owner})"
+
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
         return (curr_local_size, 0) if rank == self.owner else (0, curr_local_size)
 
@@ -95,7 +104,7 @@ class OwnedDTensor(DTensor):
         return self.owner_layout.is_local
 
     @property
-    def placements(self) -> tuple[Placement, ...]:  # type: ignore[override]
+    def placements(self) -> tuple[Placement, ...]:
         """Placements that report where the rows really are (see `OwnedShard`)."""
         layout = self.owner_layout
         replicate, shard = layout.grid.split(layout.position)
@@ -150,14 +159,16 @@ class OwnedDTensor(DTensor):
             "Save model.state_dict() or optimizer.state_dict(), or call full_tensor() on every rank first."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show where the matrix lives."""
         return (
             f"OwnedDTensor({self.owner_layout.name}, shape={tuple(self.owner_layout.shape)}, owner=rank {self.owner})"
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run operators that are right for this layout, and wrap their results; refuse the others."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
@@ -213,7 +224,7 @@ def own(local: torch.Tensor, layout: OwnerLayout) -> OwnedDTensor:
 
 def own_parameter(tensor: OwnedDTensor, requires_grad: bool = True) -> OwnedDTensor:
     """Return an owned tensor as a Parameter of the same class."""
-    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    parameter: Any = nn.Parameter(tensor, requires_grad=requires_grad)
     if not isinstance(parameter, OwnedDTensor):
         parameter.__class__ = OwnedDTensor
     parameter.owner_layout = tensor.owner_layout

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from .buckets import BucketLayout, Segment, Slot
+from .buckets import BucketLayout, Slot
 from .collectives import Communicator
 from .streams import Pending
 
@@ -81,15 +81,10 @@ class ReplicaCopies:
 
 def reduce_to_owners(what: str, comm: Communicator, bucket: BucketLayout, packed: torch.Tensor) -> Pending:
     """Sum a bucket's shard-reduced gradients over replicas, each segment to the replica that owns it. Collective."""
-    num_slots = len(bucket.slots)
     sends = []
     for segment in bucket.segments:
         sends.append((packed[segment.start : segment.end], segment.replicate_index))
         first = bucket.slots.index(segment.slots[0])
         flags = packed[bucket.numel + first : bucket.numel + first + len(segment.slots)]
         sends.append((flags, segment.replicate_index))
-    assert num_slots == sum(len(segment.slots) for segment in bucket.segments)
     return comm.replicate_reduce(f"replica reduction of {what}", sends)
-
-
-__all__ = ["ReplicaCopies", "Segment", "reduce_to_owners"]

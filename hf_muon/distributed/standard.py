@@ -95,7 +95,7 @@ def from_standard(tensor: OwnedDTensor, value: torch.Tensor) -> None:
     if layout.is_local:
         if whole is None or whole.shape != layout.shape:
             _check_shape(layout, whole)
-        tensor.to_local().copy_(whole)
+        tensor.to_local().copy_(whole)  # type: ignore[arg-type]
     layout.version += 1
 
 

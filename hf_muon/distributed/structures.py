@@ -39,7 +39,7 @@ def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         changed = {key: _map(item, change) for key, item in value.items()}
         if all(changed[key] is value[key] for key in changed):
             return value
-        result = copy.copy(value)  # keeps OrderedDict, ModelOutput and their attributes
+        result: Any = copy.copy(value)  # keeps OrderedDict, ModelOutput and their attributes
         for key, item in changed.items():
             result[key] = item
         return result
@@ -53,8 +53,8 @@ def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         changed = {name: _map(item, change) for name, item in fields.items()}
         if all(changed[name] is fields[name] for name in fields):
             return value
-        result = copy.copy(value)  # not dataclasses.replace: it would run __init__ again
+        twin: Any = copy.copy(value)  # not dataclasses.replace: it would run __init__ again
         for name, item in changed.items():
-            object.__setattr__(result, name, item)
-        return result
+            object.__setattr__(twin, name, item)
+        return twin
     return value

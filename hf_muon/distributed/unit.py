@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -277,11 +278,12 @@ class Unit:
             parameter.grad = own(gradient.to(parameter.dtype), layout)
             layout.gradient_flag = arrived
         else:
-            parameter.grad.to_local().add_(gradient)
+            total: Any = parameter.grad  # an OwnedDTensor, but torch types `.grad` as Tensor
+            total.to_local().add_(gradient)
             if arrived is True or layout.gradient_flag is True:
                 layout.gradient_flag = True
             else:
-                layout.gradient_flag = layout.gradient_flag + arrived
+                layout.gradient_flag = flag + layout.gradient_flag
 
     @staticmethod
     def _empty_gradient(matrix: OwnedMatrix) -> OwnedDTensor:

@@ -217,7 +217,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         entries = [
             MuonEntry(param, param.grad, self.state[param]["momentum_buffer"], view)
             for param, view in zip(group["params"], group["matrix_views"], strict=True)
-            if param.grad is not None
+            # An owned matrix that no rank used has a zero gradient (all ranks take one path) but must not decay.
+            if param.grad is not None and getattr(param, "has_gradient", True)
         ]
         if any(needs_gather(entry.param) for entry in entries):
             warn_once(

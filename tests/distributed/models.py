@@ -91,12 +91,13 @@ def orthogonalize(matrix):
     """Quintic Newton-Schulz, counted, for the tests' own step."""
     orthogonalize.calls.append(tuple(matrix.shape))
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix / (matrix.norm() + 1e-12)
-    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    x = matrix / (torch.linalg.matrix_norm(matrix, keepdim=True) + 1e-12)
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = x.mT if tall else x
     for _ in range(5):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x.mT if tall else x
 
 
 orthogonalize.calls = []
