@@ -122,6 +122,31 @@ def train_lora(folder, steps=4, checkpoint=None, seed=0, **options):
     return outcome(trainer, keep)
 
 
+def smollm2(layers=2):
+    """The shapes of SmolLM2-135M, with fewer layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train_smollm2(folder, steps=4, **options):
+    """A few steps at real shapes; only the curve comes back."""
+    trainer, keep = build(smollm2(), arguments(folder, steps, **options))
+    trainer.train()
+    return keep.losses, keep.norms, find_runtime(trainer.model) is not None
+
+
 def train(folder, steps=6, tied=False, evaluate=False, **options):
     """Train from scratch."""
     if evaluate:

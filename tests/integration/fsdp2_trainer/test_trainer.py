@@ -59,6 +59,15 @@ def test_the_loss_curve_is_that_of_one_process(tmp_path, reference, options):
     assert result["eval_losses"] == pytest.approx(reference["eval_losses"], abs=LOSS)
 
 
+@pytest.mark.slow
+def test_the_curve_of_a_model_of_real_shapes(tmp_path):
+    losses, norms, _ = jobs.run(jobs.train_smollm2, 1, str(tmp_path))[0]
+    owned_losses, owned_norms, owned = jobs.run(jobs.train_smollm2, 2, str(tmp_path))[0]
+    assert owned and losses[-1] < losses[0]
+    assert owned_losses == pytest.approx(losses, rel=1e-5)
+    assert owned_norms == pytest.approx(norms, rel=1e-5)
+
+
 def test_case_02_tied_embeddings(tmp_path):
     alone = jobs.run(jobs.train, 1, str(tmp_path), tied=True)[0]
     for options in ({}, {"ram_efficient": True}):
