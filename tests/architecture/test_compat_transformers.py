@@ -4,6 +4,7 @@
 import enum
 import inspect
 
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from transformers import Trainer, trainer, trainer_optimizer, training_args
 
@@ -43,6 +44,6 @@ def test_accelerate_state_is_none_until_there_is_one():
     assert _compat.accelerate_state() is None
     PartialState(cpu=True)
     assert _compat.accelerate_state() is None  # asking makes none
-    AcceleratorState(cpu=True)
+    Accelerator(cpu=True)
     assert str(_compat.accelerate_state().distributed_type).endswith("NO")
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -45,7 +45,8 @@ def test_case_17_19_every_scheduler_keeps_the_ratio(tmp_path, name):
     rates = [entry["muon_lr"] for entry in entries]
     assert max(rates) == pytest.approx(0.02) or name in {"polynomial", "greedy"}
     if name not in CONSTANT:
-        assert min(rates) < 0.019, "the schedule does not move"
+        # greedy starts low and rises while the loss falls, the others start at the full rate
+        assert min(rates) < 0.95 * max(rates), "the schedule does not move"
 
 
 def test_case_19_an_absolute_floor_is_relative_to_learning_rate(tmp_path):

@@ -24,7 +24,9 @@ def run(folder, rows, model=None, **settings):
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
 def test_case_23_accumulation_4_equals_one_large_batch(tmp_path, max_grad_norm):
     rows = token_rows(32)
-    shared = {"max_steps": 2, "max_grad_norm": max_grad_norm, "adam_epsilon": 1e-6}
+    # AdamW divides by |gradient| + eps at first, so rounding in a gradient near zero moves a weight by lr*noise/eps:
+    # an eps above the smallest gradients keeps that far below the bound. The float64 test below has the usual eps.
+    shared = {"max_steps": 2, "max_grad_norm": max_grad_norm, "adam_epsilon": 1e-4}
     large = run(tmp_path, rows, per_device_train_batch_size=16, **shared)
     small = run(tmp_path, rows, per_device_train_batch_size=4, gradient_accumulation_steps=4, **shared)
     start, one, other = weights(tiny_llama()), weights(large.model), weights(small.model)

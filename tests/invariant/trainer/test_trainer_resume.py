@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from tests.support.trainer_runs import EXACT, make_trainer, plain_optimizer, tiny_llama, token_rows, weights
 
@@ -59,12 +60,19 @@ def test_resume_with_another_freeze_keeps_momentum_by_name(tmp_path):
     for parameter in model.model.layers[0].parameters():
         parameter.requires_grad_(False)
     trainer = make_trainer(tmp_path / "again", model=model, **{**RUN, "max_steps": 6})
+    resumed = {}
+
+    class Snapshot(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):  # the state is loaded, no step was taken yet
+            optimizer = plain_optimizer(trainer)
+            group = optimizer.param_groups[0]
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                resumed[name] = optimizer.state[parameter]["momentum_buffer"].clone()
+
+    trainer.add_callback(Snapshot())
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     saved = torch.load(tmp_path / "checkpoint-6" / "optimizer.pt", weights_only=True)
     position = {name: i for i, name in enumerate(n for g in saved["param_groups"] for n in g["param_names"])}
-    optimizer = plain_optimizer(trainer)
-    group = optimizer.param_groups[0]
-    assert len(group["params"]) == 7
-    for name, parameter in zip(group["param_names"], group["params"], strict=True):
-        expected = saved["state"][position[name]]["momentum_buffer"]
-        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], expected), name
+    assert len(resumed) == 7
+    for name, momentum in resumed.items():
+        assert momentum.any() and torch.equal(momentum, saved["state"][position[name]]["momentum_buffer"]), name
