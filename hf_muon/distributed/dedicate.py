@@ -93,12 +93,16 @@ def dedicate_params(
     grid = RankGrid(mesh)
     detached = detach(model, predicate)
     placement = Placement(reshard_after_forward, param_dtype, reduce_dtype)
+    # fully_shard replaces the other Parameters by new ones without the tags that an optimizer asks for.
+    attributes = {name: dict(parameter.__dict__) for name, parameter in model.named_parameters()}
     try:
         yield model
     except BaseException:
         put_back(detached)
         raise
     attach(model, detached, grid.mesh, placement)
+    for name, parameter in model.named_parameters():
+        _copy_attributes(attributes.get(name, {}), parameter)
 
 
 def detach(model: nn.Module, predicate: Predicate | None = None) -> list[DetachedMatrix]:
@@ -273,9 +277,7 @@ def _own_all(
         else:
             local = torch.empty(layout.local_shape, dtype=dtype, device=comm.device)
         new = own_parameter(own(local, layout), old.requires_grad)
-        for key, value in old.__dict__.items():
-            if key not in new.__dict__:
-                setattr(new, key, value)  # tags: use_muon, muon_view, the user's own
+        _copy_attributes(old.__dict__, new)
         if from_zero:
             from_rank_zero(new, old if comm.grid.position == 0 else None)
         for module, attribute in row.sites:
@@ -283,6 +285,13 @@ def _own_all(
         matrices.append(OwnedMatrix(new, row.sites))
         replaced[id(old)] = new
     return matrices, replaced
+
+
+def _copy_attributes(attributes: dict[str, object], parameter: torch.Tensor) -> None:
+    """Set what `parameter` lacks: `use_muon`, `muon_view`, the user's own marks."""
+    for key, value in attributes.items():
+        if not key.startswith("_") and key not in parameter.__dict__:
+            setattr(parameter, key, value)
 
 
 def _make_units(

