@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_muon
+from hf_muon.distributed import find_runtime
 from tests.support import cpu_fsdp2
 from tests.support.worker_pool import run_on_ranks
 
@@ -286,3 +287,16 @@ def sharded_before_message():
         accelerator.prepare(model, optimizer)
     except NotImplementedError as error:
         return str(error)
+
+
+def mixed(mode="z3"):
+    """Train in bf16 from a model that was loaded in bf16."""
+    accelerator = fsdp_accelerator(mode, mixed_precision="bf16")
+    model = tiny_llama().to(torch.bfloat16)
+    model, optimizer = accelerator.prepare(model, muon(model))
+    data = batches(1, 4, 8, accelerator.num_processes, accelerator.process_index)
+    losses, norms = train(accelerator, model, optimizer, data)
+    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    runtime = find_runtime(model)
+    gathered = {str(unit.param_dtype) for unit in runtime.units if unit.matrices}
+    return losses, norms, dtypes, gathered

@@ -56,6 +56,14 @@ def test_case_25_hsdp_through_accelerate(reference):
     assert largest_difference(weights, results[0][2]) <= LAST_BITS
 
 
+def test_case_15_owners_keep_float32_under_bf16(reference):
+    for losses, norms, dtypes, gathered in jobs.run(jobs.mixed, 2):
+        assert dtypes == {"torch.float32"} and gathered == {"torch.bfloat16"}
+        # bf16 has 8 bits: 0.4 % of a loss of 4.9, and a few times that of a norm that sums products.
+        assert losses == pytest.approx(reference[0][:4], rel=5e-3)
+        assert norms == pytest.approx(reference[1][:4], rel=5e-2)
+
+
 @pytest.mark.parametrize("mode", ["z3", "z2"])
 def test_case_23_accumulate_defers_the_reduce_and_equals_one_batch(mode):
     whole_norms, whole_bytes, whole = jobs.run(jobs.accumulated, 2, mode, 1)[0]
