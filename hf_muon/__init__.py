@@ -14,6 +14,8 @@ from .integrations.transformers.registration import register
 
 if TYPE_CHECKING:
     from .config import MuonConfig
+    from .distributed import comm_stats, dedicate_params, ownership
+    from .integrations.accelerate.plugin import DMuonPlugin
     from .integrations.transformers.factory import OptimizerFactory
     from .optim import MuonWithAuxAdam
     from .orthogonalize import newton_schulz
@@ -23,20 +25,28 @@ __version__ = "0.1.0"
 
 # Public names and the modules that hold them; loaded on first use so that `import hf_muon` stays quick.
 _PUBLIC = {
+    "DMuonPlugin": "integrations.accelerate.plugin",
     "MuonConfig": "config",
     "MuonWithAuxAdam": "optim",
     "OptimizerFactory": "integrations.transformers.factory",
+    "comm_stats": "distributed",
+    "dedicate_params": "distributed",
+    "ownership": "distributed",
     "explain_parameters": "param_groups",
     "newton_schulz": "orthogonalize",
     "tag_parameters": "param_groups",
 }
 
 __all__ = [
+    "DMuonPlugin",
     "MuonConfig",
     "MuonWithAuxAdam",
     "OptimizerFactory",
+    "comm_stats",
+    "dedicate_params",
     "explain_parameters",
     "newton_schulz",
+    "ownership",
     "tag_parameters",
 ]
 

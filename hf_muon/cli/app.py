@@ -46,12 +46,14 @@ def _root(
 
 
 def _register_commands() -> None:
+    from . import launch
     from .commands import env, params, recipes, run
 
     app.command("run")(run.run)
     app.command("recipes")(recipes.recipes)
     app.command("params")(params.params)
     app.command("env")(env.env)
+    app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 
 
 _register_commands()

@@ -1,1 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
+"""DMuon: whole matrices on dedicated owners inside an FSDP2 model. Knows buffers, ranks and hooks, nothing of Muon."""
+
+from .dedicate import DetachedMatrix, Placement, attach, dedicate_params, detach, put_back
+from .owned import OwnedDTensor, is_owned
+from .ownership import Matrix, OwnershipPlan, build_plan
+from .runtime import DMuonRuntime, comm_stats, find_runtime, ownership, runtime_of
+from .standard import from_standard, owned_like, to_standard
+
+__all__ = [
+    "DMuonRuntime",
+    "DetachedMatrix",
+    "Matrix",
+    "OwnedDTensor",
+    "OwnershipPlan",
+    "Placement",
+    "attach",
+    "build_plan",
+    "comm_stats",
+    "dedicate_params",
+    "detach",
+    "find_runtime",
+    "from_standard",
+    "is_owned",
+    "owned_like",
+    "ownership",
+    "put_back",
+    "runtime_of",
+    "to_standard",
+]

@@ -76,6 +76,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not any(group["params"] for group in self.param_groups):
             raise ValueError("params_or_groups must hold at least one parameter; got none. Is every parameter frozen?")
 
+    @property
+    def config(self) -> MuonConfig:
+        """Return the options it was made with; groups may have their own since."""
+        return self._config
+
     # ------------------------------------------------------------------ groups and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -212,7 +217,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         entries = [
             MuonEntry(param, param.grad, self.state[param]["momentum_buffer"], view)
             for param, view in zip(group["params"], group["matrix_views"], strict=True)
-            if param.grad is not None
+            # An owned matrix that no rank used has a zero gradient (all ranks take one path) but must not decay.
+            if param.grad is not None and getattr(param, "has_gradient", True)
         ]
         if any(needs_gather(entry.param) for entry in entries):
             warn_once(

@@ -62,12 +62,12 @@ def check_supported(model: nn.Module, backend: Backend, config: MuonConfig) -> N
     refusal = _REFUSALS.get(backend)
     if refusal is not None:
         raise NotImplementedError(refusal)
-    if config.dmuon in ("z2", "z3"):
+    if config.dmuon in ("z2", "z3") and backend is Backend.DDP:
         raise NotImplementedError(
-            f"dmuon={config.dmuon} is not available in this version. Leave dmuon at auto, or use dmuon=off."
+            f"dmuon={config.dmuon} needs FSDP2; got DDP. Use an Accelerate file with FSDP2, or leave dmuon at auto."
         )
     notice = _NOTICES.get(backend)
-    if notice is not None:
+    if notice is not None and (backend is Backend.DDP or config.dmuon == "off"):
         _say_once(notice)
 
 
@@ -91,7 +91,7 @@ _REFUSALS = {
 }
 _NOTICES = {
     Backend.DDP: "Under DDP every rank orthogonalizes every matrix: right, but repeated work.",
-    Backend.FSDP2: "Under FSDP2 every rank gathers and orthogonalizes every matrix: right, but slow.",
+    Backend.FSDP2: "Under FSDP2 with dmuon=off every rank gathers and orthogonalizes every matrix: right, but slow.",
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from ...config import DEFAULT_BETAS, DEFAULT_EPS, MuonConfig, parse_key_values
 from ...optim import MuonWithAuxAdam
 from ...param_groups import ParameterRow, apply_tags, build_param_groups, check_coverage, explain_parameters
-from .backends import check_supported, detect_backend
+from .backends import Backend, check_supported, detect_backend
 from .trainer_options import asks_for_dmuon, config_from_options
 
 # What decided each parameter, for the table the callback prints; not kept with the optimizer's own state.
@@ -55,7 +55,12 @@ class OptimizerFactory:
         if asks_for_dmuon(training_args):
             options = {**parse_key_values(training_args.optim_args or ""), **options}
         config = config_from_options(options, training_args, self.config)
-        check_supported(model, detect_backend(model), config)
+        backend = detect_backend(model)
+        check_supported(model, backend, config)
+        if backend is Backend.FSDP2:
+            from ..accelerate import activate
+
+            activate()
         rows = explain_parameters(
             model, include=config.include, exclude=config.exclude, matrix_split=config.resolved_matrix_split
         )

@@ -65,6 +65,20 @@ def _add_callback(module: ModuleType) -> None:
         module.DEFAULT_CALLBACKS.append(MuonCallback)
 
 
+def _connect_checkpoints(module: ModuleType) -> None:
+    from ..accelerate import activate_trainer
+
+    activate_trainer(module.Trainer)
+
+
+def _both(*actions: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def run(module: ModuleType) -> None:
+        for action in actions:
+            action(module)
+
+    return run
+
+
 def _guarded(action: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     """Return a hook that never breaks the import of transformers itself."""
 
@@ -85,5 +99,5 @@ def _guarded(action: Callable[[ModuleType], None]) -> Callable[[ModuleType], Non
 _ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.training_args": _add_name,
     "transformers.trainer_optimizer": _add_handler,
-    "transformers.trainer": _add_callback,
+    "transformers.trainer": _both(_add_callback, _connect_checkpoints),
 }

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One code path for devices with streams and for the CPU: where communication is issued, and how it is awaited.
+
+On CUDA a collective is issued under a high-priority side stream that first waits for the compute stream; waiting for
+its handle makes the *compute stream* wait, never the host. On the CPU the handle of an asynchronous gloo operation
+blocks the host. No tensor is recorded on a foreign stream: every buffer is allocated on the compute stream, and freed
+only after the compute stream has waited for whatever used it elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class CommunicationStream:
+    """A side stream on CUDA, nothing on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def issue(self) -> Iterator[None]:
+        """Issue what runs inside on the side stream, after all work already queued on the compute stream."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class Pending:
+    """A collective under way: keeps its buffers alive, and turns a failure into an error that names the place.
+
+    Args:
+        what: for the message, for example "broadcast of model.layers.0".
+        works: handles of `torch.distributed`; empty when there was nothing to send.
+        keep: tensors that must outlive the operation.
+        timeout: how long one wait may block the host (CPU backends only); None: the process group's own limit.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        works: list[dist.Work],
+        keep: tuple[torch.Tensor, ...] = (),
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._what, self._works, self._keep, self._timeout = what, works, keep, timeout
+
+    def wait(self) -> None:
+        """Make later work on this device see the result. Safe to call twice.
+
+        Raises:
+            RuntimeError: a rank died, timed out, or ran other collectives than this one.
+        """
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                if self._timeout is None:
+                    work.wait()
+                else:
+                    work.wait(self._timeout)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._what} must be joined by every rank; got {error}. "
+                "A rank has ended or took another path through the model: look for the first error among the ranks."
+            ) from error
+        self._keep = ()
