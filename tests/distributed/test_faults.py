@@ -24,7 +24,6 @@ def running_workers():
     run_on_ranks(2, dist.barrier, timeout=200.0)
 
 
-
 def disagree(seed, how):
     rank = dist.get_rank()
     net = models.make_model(seed, layers=3 if how == "model" and rank == 1 else 2)
