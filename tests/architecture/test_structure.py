@@ -23,11 +23,8 @@ PUBLIC_NAMES = {
     "MuonConfig",
     "MuonWithAuxAdam",
     "OptimizerFactory",
-    "comm_stats",
-    "dedicate_params",
     "explain_parameters",
     "newton_schulz",
-    "ownership",
     "tag_parameters",
 }
 
