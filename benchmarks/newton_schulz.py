@@ -1,85 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time Newton-Schulz beside torch.optim.Muon's iteration and the matrix-product ceiling of the same dtype."""
+"""Time Newton-Schulz beside torch.optim.Muon's iteration and the matrix-product ceiling of the same dtype.
+
+Columns, seconds per call, best of a few interleaved runs:
+  auto           hf_muon.newton_schulz with its defaults (dtype and form chosen for the device and shape)
+  standard fp32  the standard form in float32
+  textbook fp32  the iteration of torch.optim.Muon in float32: the peer of the same dtype
+  torch          torch.optim.Muon's own function, which always iterates in bfloat16
+A cell that would take longer than --limit seconds is left out and says so; nothing is extrapolated.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import time
+from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_iteration
 
-from hf_muon.orthogonalize import COEFFICIENTS, newton_schulz, ns_flops, resolve_dtype
+from hf_muon.orthogonalize import COEFFICIENTS, newton_schulz, ns_flops, resolve_dtype, resolve_method
 
 SHAPES = {
-    "smollm2-135m": [(576, 576), (192, 576), (1536, 576), (576, 1536)],
-    "qwen2.5-3b": [(2048, 2048), (256, 2048), (11008, 2048), (2048, 11008)],
-    "llama-3-8b": [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)],
-    "lora-16": [(16, 576), (576, 16), (16, 4096), (4096, 16)],
+    "SmolLM2-135M": [(576, 576), (192, 576), (1536, 576), (576, 1536)],
+    "Qwen2.5-3B": [(2048, 2048), (256, 2048), (11008, 2048), (2048, 11008)],
+    "Llama-3-8B": [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)],
+    "LoRA rank 16": [(16, 576), (576, 16), (16, 4096), (4096, 16)],
 }
+KELLER = COEFFICIENTS["keller"][0]
 
 
-def best_seconds(call, repeats=3):
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-        if sum(times) > 5:
+def textbook(matrix: Tensor) -> Tensor:
+    """Orthogonalize as torch.optim.Muon does, in the dtype of `matrix`."""
+    a, b, c = KELLER
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def best_seconds(calls: dict[str, Callable[[], object]], budget: float) -> dict[str, float]:
+    """Time the calls in turn, again and again until `budget` seconds are spent (at least twice when that is short)."""
+    best = dict.fromkeys(calls, math.inf)
+    start = time.perf_counter()
+    for repeat in range(50):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - begin)
+        spent = time.perf_counter() - start
+        if spent > budget or (repeat >= 1 and spent * (repeat + 2) / (repeat + 1) > 2 * budget):
             break
-    return min(times)
+    return best
 
 
-def product_rate(dtype, side):
+def product_rate(dtype: torch.dtype, side: int) -> float:
+    """Return FLOPs per second of a square product."""
     a = torch.randn(side, side).to(dtype)
-    return 2 * side**3 / best_seconds(lambda: a @ a)
+    return 2 * side**3 / best_seconds({"product": lambda: a @ a}, 1.0)["product"]
 
 
-def measure(m, n, limit, rates):
+def measure(m: int, n: int, limit: float, rates: dict[torch.dtype, float]) -> dict[str, object]:
+    """Time one shape."""
     x = torch.randn(m, n)
     auto = resolve_dtype("auto", x.device, x.dtype)
-    row: dict = {"shape": [m, n], "auto_dtype": str(auto)}
-    calls = {
+    plain = ns_flops(m, n, method="standard", device_type="other")
+    every = {
         "auto": (auto, lambda: newton_schulz(x)),
         "standard_fp32": (torch.float32, lambda: newton_schulz(x, method="standard", dtype="float32")),
-        "torch_bf16": (torch.bfloat16, lambda: torch_iteration(x, COEFFICIENTS["keller"][0], 5, 1e-7)),
+        "textbook_fp32": (torch.float32, lambda: textbook(x)),
+        "torch": (torch.bfloat16, lambda: torch_iteration(x, KELLER, 5, 1e-7)),
     }
-    plain = ns_flops(m, n, method="standard", device_type="other")
-    for name, (dtype, call) in calls.items():
-        if plain / rates[dtype] > limit:
-            row[name] = None
-            row.setdefault("skipped", []).append(f"{name}: estimated above {limit} s")
-        else:
-            row[name] = best_seconds(call)
-    if row["auto"]:
-        row["share_of_ceiling"] = ns_flops(m, n) / row["auto"] / rates[auto]
-        row["speedup_over_torch"] = row["torch_bf16"] / row["auto"] if row["torch_bf16"] else None
+    calls = {name: call for name, (dtype, call) in every.items() if plain / rates[dtype] <= limit}
+    seconds = best_seconds(calls, min(limit, 2.0))
+    row: dict[str, object] = {"shape": [m, n], "dtype": str(auto), "form": resolve_method("gram", m, n, 5), **seconds}
+    row["left_out"] = [f"{name}: more than {limit:g} s expected" for name in every if name not in calls]
+    if "auto" in seconds:
+        row["share_of_ceiling"] = ns_flops(m, n) / seconds["auto"] / rates[auto]
+        row["effective_share"] = plain / seconds["auto"] / rates[auto]
+        for peer in ("textbook_fp32", "torch"):
+            if peer in seconds:
+                row[f"speedup_over_{peer}"] = seconds[peer] / seconds["auto"]
     return row
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--quick", action="store_true", help="at most one second per cell")
+def geometric_mean(values: list[float]) -> float | None:
+    """Return the geometric mean, None of nothing."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds a cell may take (default 60)")
+    parser.add_argument("--quick", action="store_true", help="the same as --limit 1")
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    limit = 1.0 if options.quick else 15.0
-    rates = {torch.float32: product_rate(torch.float32, 1024), torch.bfloat16: product_rate(torch.bfloat16, 256)}
-    rows = [{"model": s, **measure(m, n, limit, rates)} for s in options.shapes for m, n in SHAPES[s]]
-    names = ("auto", "standard_fp32", "torch_bf16", "speedup_over_torch", "share_of_ceiling")
-    table = Table("model", "shape", *names)
+    # On a processor without bfloat16 instructions a larger product would take minutes and run no faster.
+    rates = {torch.float32: product_rate(torch.float32, 2048), torch.bfloat16: product_rate(torch.bfloat16, 256)}
+    limit = 1.0 if options.quick else options.limit
+    rows = [{"model": model, **measure(m, n, limit, rates)} for model in options.models for m, n in SHAPES[model]]
+    names = ("auto", "standard_fp32", "textbook_fp32", "torch")
+    names += ("speedup_over_textbook_fp32", "speedup_over_torch", "share_of_ceiling")
+    table = Table("model", "shape", "form", *(name.replace("_", " ") for name in names))
     for row in rows:
-        cells = (f"{row[k]:.4g}" if row.get(k) is not None else "-" for k in names)
-        table.add_row(row["model"], str(row["shape"]), *cells)
-    Console().print(table)
+        cells = (f"{row[name]:.4g}" if name in row else "-" for name in names)
+        table.add_row(str(row["model"]), "x".join(map(str, row["shape"])), str(row["form"]), *cells)  # type: ignore[call-overload]
+    Console(width=150).print(table)
+    result = {"threads": options.threads, "load_average": os.getloadavg(), "torch": torch.__version__, "rows": rows}
+    result["flops_per_second"] = {str(dtype): rate for dtype, rate in rates.items()}
+    for peer in ("textbook_fp32", "torch"):
+        key = f"speedup_over_{peer}"
+        mean = geometric_mean([row[key] for row in rows if key in row])  # type: ignore[misc]
+        result[f"geometric_mean_{key}"] = mean
+        Console().print(f"geometric mean, {key.replace('_', ' ')}: {mean:.2f}" if mean else f"{key}: not measured")
     if options.json:
-        result = {"threads": options.threads, "torch": torch.__version__, "rows": rows}
-        result["flops_per_second"] = {str(dtype): rate for dtype, rate in rates.items()}
         with open(options.json, "w") as file:
             json.dump(result, file, indent=1)
 

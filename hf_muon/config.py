@@ -77,13 +77,11 @@ class MuonConfig:
     def __post_init__(self) -> None:
         """Normalise lists and check every value."""
         for name in ("include", "exclude"):
-            value = getattr(self, name)
-            patterns = tuple(value.split(";")) if isinstance(value, str) else tuple(value)
-            object.__setattr__(self, name, tuple(p for p in patterns if p))
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         if self.betas is not None:
-            object.__setattr__(self, "betas", tuple(self.betas))
-        if isinstance(self.fused_adam, bool):
-            object.__setattr__(self, "fused_adam", str(self.fused_adam).lower())
+            object.__setattr__(self, "betas", _betas(self.betas))
+        fused = {"1": "true", "yes": "true", "0": "false", "no": "false"}
+        object.__setattr__(self, "fused_adam", fused.get(text := str(self.fused_adam).lower(), text))
         object.__setattr__(self, "ns_coefficients", _normalise_coefficients(self.ns_coefficients))
         self._check_choices()
         self._check_numbers()
@@ -196,6 +194,12 @@ class MuonConfig:
         if self.betas is not None and (len(self.betas) != 2 or not all(0.0 <= b < 1.0 for b in self.betas)):
             raise ValueError(f"betas must be two numbers in [0, 1); got {self.betas!r}.")
 
+        rows = self.ns_coefficients
+        if not isinstance(rows, str) and 1 < len(rows) < self.ns_steps:
+            raise ValueError(
+                f"ns_coefficients must hold one row, or one per step ({self.ns_steps}); got {len(rows)} rows."
+            )
+
     def _check_patterns(self) -> None:
         for name in ("include", "exclude"):
             for pattern in getattr(self, name):
@@ -212,7 +216,7 @@ def parse_key_values(text: str) -> dict[str, str]:
         ValueError: a piece has no `=`, or a key stands twice.
     """
     pairs: dict[str, str] = {}
-    for piece in re.split(r",(?![^(\[]*[)\]])", text):
+    for piece in _split_outside_brackets(text):
         if not piece.strip():
             continue
         key, equals, value = piece.partition("=")
@@ -223,6 +227,17 @@ def parse_key_values(text: str) -> dict[str, str]:
             raise ValueError(f"optim_args names {key!r} twice. Keep one.")
         pairs[key] = value.strip()
     return pairs
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    pieces, depth = [""], 0
+    for character in text:
+        depth = max(0, depth + (character in "([{") - (character in ")]}"))
+        if character == "," and not depth:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return pieces
 
 
 def coerce_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,6 +275,21 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    patterns = value.split(";") if isinstance(value, str) else value
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{name} must be a regular expression or a list of them; got {value!r}.")
+    return tuple(pattern for pattern in patterns if pattern)
+
+
+def _betas(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(beta, (int, float)) and not isinstance(beta, bool) for beta in value
+    ):
+        raise TypeError(f"betas must be two numbers; got {value!r}.")
+    return tuple(value)
+
+
 def _numbers(text: str) -> list[float]:
     return [float(piece) for piece in re.split(r"[\s,;()\[\]]+", text) if piece]
 
@@ -268,7 +298,7 @@ def _from_string(key: str, text: str, kind: str) -> Any:
     text = text.strip()
     if key in ("include", "exclude", "fused_adam"):
         return text.lower() if key == "fused_adam" else text
-    if "None" in kind and text.lower() in ("none", "null", ""):
+    if "None" in kind and text.lower() in ("none", "null", "", *(("off",) if key == "qk_clip" else ())):
         return None
     try:
         if key == "betas":
@@ -296,9 +326,13 @@ def _normalise_coefficients(value: Any) -> str | tuple[tuple[float, float, float
                 f"ns_coefficients must be keller, polar_express or numbers; got {value!r}.{nearest(value, known)}"
             )
         return value
-    rows = list(value)
-    if rows and not isinstance(rows[0], (list, tuple)):
-        rows = [rows[i : i + 3] for i in range(0, len(rows), 3)]
-    if not rows or any(len(row) != 3 or not all(math.isfinite(float(c)) for c in row) for row in rows):
+    try:
+        rows = list(value)
+        if rows and not isinstance(rows[0], (list, tuple)):
+            rows = [rows[i : i + 3] for i in range(0, len(rows), 3)]
+        result = tuple((float(a), float(b), float(c)) for a, b, c in rows)
+    except (TypeError, ValueError):
+        result = ()
+    if not result or not all(math.isfinite(number) for row in result for number in row):
         raise ValueError(f"ns_coefficients must be finite (a, b, c) rows; got {value!r}.")
-    return tuple((float(a), float(b), float(c)) for a, b, c in rows)
+    return result

@@ -8,11 +8,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Trainer picks a CUDA device or a tracker by itself; tests run the same everywhere.
 os.environ.setdefault("WANDB_DISABLED", "true")
+# Threads that spin while they wait make tests on busy cores many times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # models are tiny; results then do not depend on the number of cores
 
 
 @pytest.fixture(autouse=True)

@@ -33,13 +33,15 @@ def newton_schulz(
 
     Scale-invariant: `newton_schulz(c * U)` equals `newton_schulz(U)` for every finite positive `c` that the dtype
     can hold. A zero matrix gives exact zeros. A matrix that holds inf or NaN gives NaN and leaves the other
-    matrices of the batch alone. The input is neither changed nor aliased.
+    matrices of the batch alone. The input is neither changed nor aliased. Not differentiable: the result carries
+    no graph.
 
     Args:
         matrix: (..., M, N), a real floating dtype; leading dimensions are a batch.
         method: `gram` (used where it costs fewer FLOPs, `standard` elsewhere) or `standard`.
         steps: iterations, at least 1.
-        coefficients: a table name (`keller`, `polar_express`) or rows (a, b, c), one per step or one for all.
+        coefficients: a table name or rows (a, b, c), one per step or one for all. `polar_express` at 8 steps brings
+            singular values of at least 1e-3 of the Frobenius norm into [0.95, 1.05]; smaller ones end below.
         dtype: dtype of the products; None or `auto` picks one for the device, see `resolve_dtype`.
         eps: lower bound of the Frobenius norm that a matrix is divided by.
 
@@ -108,6 +110,7 @@ def newton_schulz_many(
     return [result for result in results if result is not None]
 
 
+@torch.no_grad()
 def orthogonalize(
     matrix: Tensor, method: str, rows: tuple[Row, ...], product_dtype: torch.dtype, eps: float
 ) -> Tensor:

@@ -65,8 +65,9 @@ def build_meta_model(config: Any) -> Any:
     wanted = (getattr(config, "architectures", None) or [""])[0]
     auto = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        if wanted and hasattr(transformers, wanted):
-            return getattr(transformers, wanted)(config)
+        model_class = getattr(transformers, wanted, None) if wanted else None
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            return _build(model_class, config)
         try:
             return auto.from_config(config)
         except ValueError:
@@ -78,6 +79,19 @@ def build_meta_model(config: Any) -> Any:
                 f"MODEL must have an architecture that transformers knows; got model_type={config.model_type!r}. "
                 "Upgrade transformers, or give another model."
             ) from None
+
+
+def _build(model_class: Any, config: Any) -> Any:
+    try:
+        return model_class(config)
+    except Exception as error:  # sizes that do not fit each other: every architecture raises its own kind
+        raise ModelNotFoundError(
+            f"MODEL must have a configuration that {model_class.__name__} can build; got {_one_line(error)}."
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _folder_config(folder: Path) -> Any:
@@ -92,18 +106,20 @@ def _folder_config(folder: Path) -> Any:
 
 
 def _from_dict(data: Any, where: str) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if not isinstance(data, dict) or "model_type" not in data:
         raise ModelNotFoundError(f"{where} must name its model_type; it does not. Give a transformers model.")
     options = dict(data)
     kind = options.pop("model_type")
-    try:
-        return AutoConfig.for_model(kind, **options)
-    except ValueError:
+    if kind not in CONFIG_MAPPING:
         raise ModelNotFoundError(
             f"{where} must name a model_type that transformers knows; got {kind!r}. Upgrade transformers."
-        ) from None
+        )
+    try:
+        return AutoConfig.for_model(kind, **options)
+    except Exception as error:  # the validators of transformers raise kinds of their own
+        raise ModelNotFoundError(f"{where} must hold a valid {kind} configuration; got {_one_line(error)}.") from None
 
 
 def _hub_config(name: str) -> Any:

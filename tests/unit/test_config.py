@@ -81,6 +81,8 @@ def test_adam_aliases_fill_betas_and_eps():
         ("include=[", r"include must hold regular expressions; got '\['"),
         ("lr", "optim_args must be key=value pairs separated by commas; got 'lr'"),
         ("lr=1,lr=2", "optim_args names 'lr' twice"),
+        ("ns_coefficients=[[1,2,3],[4,5,6]]", r"ns_coefficients must hold one row, or one per step \(5\); got 2 rows"),
+        ("ns_coefficients=1;2;x", "ns_coefficients must be numbers; got '1;2;x'"),
         ("betas=0.9", r"betas must be two numbers in \[0, 1\)"),
     ],
 )
@@ -95,7 +97,10 @@ def test_options_of_later_versions_are_refused_not_ignored(text):
         MuonConfig.from_optim_args(text)
 
 
-@pytest.mark.parametrize(("key", "value"), [("lr", "1"), ("momentum", None), ("nesterov", 1)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lr", "1"), ("momentum", None), ("nesterov", 1), ("betas", 0.9), ("betas", ("0.9", "0.95")), ("include", 5)],
+)
 def test_wrong_kinds_raise_type_errors(key, value):
     with pytest.raises(TypeError, match=f"{key} must be"):
         MuonConfig(**{key: value})
@@ -103,7 +108,7 @@ def test_wrong_kinds_raise_type_errors(key, value):
 
 def test_round_trips_through_json():
     config = MuonConfig(
-        lr=0.1, betas=(0.8, 0.9), ns_coefficients=[[1, 2, 3], [4, 5, 6]], include=("x",), fused_adam=True
+        lr=0.1, betas=(0.8, 0.9), ns_coefficients=[[1, 2, 3], [4, 5, 6]], ns_steps=2, include=("x",), fused_adam=True
     )
     restored = MuonConfig.from_optim_args(json.loads(json.dumps(config.to_dict())))
     assert restored == config
@@ -120,6 +125,15 @@ def test_is_frozen_and_every_option_has_a_help_text():
 def test_commas_inside_brackets_do_not_separate():
     assert parse_key_values("a=(1,2),b=[3,4],c=5") == {"a": "(1,2)", "b": "[3,4]", "c": "5"}
     assert coerce_options({}) == {}
+
+
+def test_commas_inside_nested_brackets_do_not_separate():
+    config = MuonConfig.from_optim_args(
+        "ns_coefficients=[[1,2,3],[4,5,6]],ns_steps=2,include=layers.{1,2},qk_clip=off"
+    )
+    assert config.ns_coefficients == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert (config.ns_steps, config.include, config.qk_clip) == (2, ("layers.{1,2}",), None)
+    assert MuonConfig.from_optim_args("fused_adam=no").fused_adam == MuonConfig(fused_adam=False).fused_adam == "false"
 
 
 def test_nearest_lists_everything_when_nothing_is_close():

@@ -49,9 +49,12 @@ def _explain(name: str, options: Any) -> dict[str, Any]:
         raise UsageError(str(error)) from None
     from ...param_groups import explain_parameters
 
-    rows = explain_parameters(
-        model, include=options.include, exclude=options.exclude, matrix_split=options.matrix_split
-    )
+    try:
+        rows = explain_parameters(
+            model, include=options.include, exclude=options.exclude, matrix_split=options.matrix_split
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(str(error)) from None
     totals = {
         algorithm: {
             "tensors": sum(row.algorithm == algorithm for row in rows),

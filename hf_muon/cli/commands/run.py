@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..console import print_json, quick_imports, say
+from ..console import notes, print_json, quick_imports, say
 from ..errors import RunError
 from ..recipe import Recipe, find_recipe, load_recipe
 from .options import Debug, Json
@@ -37,15 +37,17 @@ def run(
     started = time.perf_counter()
     recipe = _read(words or [], tiny)
     _check_data(recipe)
-    from ..training.output_folder import default_folder, open_folder, plain
+    from ..training.output_folder import check_folder, default_folder, open_folder, plain
 
     folder = output_dir or default_folder(recipe)
-    finished = open_folder(folder, recipe)
+    finished = check_folder(folder, recipe)
+    prepared = _prepare(recipe)
+    open_folder(folder, recipe)
     say(f"{recipe.name}: {recipe.title}")
     say(f"{recipe.num_runs} runs of {recipe.training.steps} steps. {recipe.time}. Results in {folder}")
     if finished:
         say(f"Continuing: {len(finished)} of {recipe.num_runs} runs are already there.")
-    document = _train(recipe, folder, finished)
+    document = _train(recipe, prepared, folder, finished)
 
     from ..report import write_report
 
@@ -73,20 +75,28 @@ def _check_data(recipe: Recipe) -> None:
             read_rows(folder / f"{split}.jsonl", recipe.task.max_rows)
 
 
-def _train(recipe: Recipe, folder: Path, finished: list[dict[str, Any]]) -> dict[str, Any]:
-    say("Loading torch and transformers ...")
-    from ..environment import provenance
-    from ..progress import SearchProgress
-    from ..training.search import run_search
-
+def _prepare(recipe: Recipe) -> Any:
+    """Load the libraries, the data and the model: everything that a recipe's values can break, before writing."""
+    if notes.is_terminal:  # for who waits; in a log it would stand beside the one line of an error
+        say("Loading torch and transformers ...")
     with quick_imports():
         from ..training.quiet import quiet_loaded_libraries
 
         quiet_loaded_libraries()
+    from ..training.search import prepare
+
+    return prepare(recipe)
+
+
+def _train(recipe: Recipe, prepared: Any, folder: Path, finished: list[dict[str, Any]]) -> dict[str, Any]:
+    from ..environment import provenance
+    from ..progress import SearchProgress
+    from ..training.search import run_search
+
     progress = SearchProgress(recipe.num_runs, recipe.training.steps, len(finished))
     try:
         with progress:
-            return run_search(recipe, folder, finished, progress, provenance())
+            return run_search(recipe, prepared, folder, finished, progress, provenance())
     except KeyboardInterrupt:
         raise RunError(
             f"stopped; finished runs are kept. The same command with --output-dir {folder} continues."
@@ -96,7 +106,6 @@ def _train(recipe: Recipe, folder: Path, finished: list[dict[str, Any]]) -> dict
 def _print_summary(document: dict[str, Any], folder: Path, seconds: float) -> None:
     from rich.table import Table
 
-    from ..console import notes
     from ..report.wording import METRICS, bytes_text, metric_text, verdict
 
     comparison = document["comparison"]

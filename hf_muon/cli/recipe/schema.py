@@ -128,9 +128,8 @@ class Recipe:
         for key in ("steps", "batch_size", "gradient_accumulation", "eval_points"):
             _require(getattr(self.training, key) >= 1, f"training.{key}", "be at least 1", getattr(self.training, key))
         for key in ("warmup_steps", "weight_decay", "max_grad_norm", "threads"):
-            _require(
-                getattr(self.training, key) >= 0, f"training.{key}", "not be negative", getattr(self.training, key)
-            )
+            value = getattr(self.training, key)
+            _require(math.isfinite(value) and value >= 0, f"training.{key}", "be finite and not negative", value)
         for key, value in dataclasses.asdict(self.model).items():
             _require(value >= 1 or isinstance(value, bool), f"model.{key}", "be at least 1", value)
         model = self.model
@@ -152,6 +151,9 @@ class Recipe:
             _require(usable, f"search.{key}", "hold positive learning rates", rates)
         seeds = self.search.seeds
         _require(len(set(seeds)) == len(seeds) > 0, "search.seeds", "hold at least one seed and none twice", seeds)
+        _require(all(0 <= seed < 2**32 for seed in seeds), "search.seeds", "lie in 0 to 2**32 - 1", seeds)
+        _require(self.training.threads <= 1024, "training.threads", "be at most 1024", self.training.threads)
+        self._check_adamw()
         _require(self.task.block_size >= 8, "task.block_size", "be at least 8", self.task.block_size)
         _require(self.task.vocab_size >= 300, "task.vocab_size", "be at least 300", self.task.vocab_size)
         _require(9 <= self.task.max_operand <= 9999, "task.max_operand", "lie in 9 to 9999", self.task.max_operand)
@@ -173,6 +175,13 @@ class Recipe:
             if value not in allowed:
                 raise UsageError(f"{key} must be one of {', '.join(allowed)}; got {value!r}.{nearest(value, allowed)}")
 
+    def _check_adamw(self) -> None:
+        for key in ("adam_beta1", "adam_beta2"):
+            value = getattr(self.adamw, key)
+            _require(0 <= value < 1, f"adamw.{key}", "lie in [0, 1)", value)
+        epsilon = self.adamw.adam_epsilon
+        _require(math.isfinite(epsilon) and epsilon >= 0, "adamw.adam_epsilon", "be finite and not negative", epsilon)
+
     def _check_optimizer(self) -> None:
         for key in ("lr", "muon_lr"):
             if self.optimizer.get(key) is not None:
@@ -181,9 +190,14 @@ class Recipe:
                     "Set the learning rates of the grid: search.muon=[3e-3]."
                 )
         try:
-            MuonConfig(**coerce_options(self.optimizer))
+            config = MuonConfig(**coerce_options(self.optimizer))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UsageError(f"optimizer: {error}") from None
+        for pattern in (*config.include, *config.exclude):
+            # Trainer's own parser of optim_args splits at these before this package sees the text.
+            _require(
+                not set(",= ") & set(pattern), "optimizer.include and exclude", "hold no comma, = or space", pattern
+            )
 
 
 def _require(holds: bool, key: str, constraint: str, value: Any) -> None:

@@ -22,26 +22,39 @@ def default_folder(recipe: Recipe) -> Path:
     return Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def open_folder(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
-    """Create the folder and write `config.yaml`; return the finished runs of an earlier, interrupted start.
+def check_folder(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the finished runs of an earlier, interrupted start of `recipe` in `folder`. Writes nothing.
 
     Raises:
         UsageError: the folder cannot be written, or holds something that is not this very run.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--output-dir must be a folder; got the file {folder}. Give another path.")
-    finished: list[dict[str, Any]] = []
-    if folder.is_dir() and any(folder.iterdir()):
-        finished = _resume(folder, recipe)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"--output-dir must be a folder; got the file {folder}. Give another path.")
+        existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            reason = "permission denied" if existing.is_dir() else f"{existing} is a file"
+            raise _not_writable(folder, reason)
+        return _resume(folder, recipe) if folder.is_dir() and any(folder.iterdir()) else []
+    except OSError as error:
+        raise _not_writable(folder, error.strerror or str(error)) from None
+
+
+def open_folder(folder: Path, recipe: Recipe) -> None:
+    """Create the folder and write `config.yaml`.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "permission denied")
         write_recipe(recipe, folder / "config.yaml")
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"--output-dir must be writable; {folder} is not ({reason}). Give another path.") from None
-    return finished
+        raise _not_writable(folder, error.strerror or str(error)) from None
+
+
+def _not_writable(folder: Path, reason: str) -> UsageError:
+    return UsageError(f"--output-dir must be writable; {folder} is not ({reason.lower()}). Give another path.")
 
 
 def _resume(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..errors import UsageError
 from ..recipe.schema import OPTIMIZERS, Recipe
 from .comparison import best_rate, compare
 from .output_folder import write_results
@@ -48,13 +49,33 @@ def later_specs(recipe: Recipe, runs: list[dict[str, Any]]) -> list[RunSpec]:
     return [RunSpec(name, rates[name], seed) for seed in later for name in OPTIMIZERS]
 
 
+def prepare(recipe: Recipe) -> tuple[Task, dict[str, Any]]:
+    """Build the data and route the model's parameters: all that can fail on a recipe's values. Writes nothing.
+
+    Raises:
+        UsageError: data that is not there, or options that do not fit the model.
+    """
+    _use_threads(recipe.training.threads)
+    task = build_task(recipe)
+    try:
+        return task, describe_model(recipe, task)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UsageError(f"the recipe does not fit its model: {error}") from None
+
+
 def run_search(
-    recipe: Recipe, folder: Path, finished: list[dict[str, Any]], progress: Progress, versions: dict[str, Any]
+    recipe: Recipe,
+    prepared: tuple[Task, dict[str, Any]],
+    folder: Path,
+    finished: list[dict[str, Any]],
+    progress: Progress,
+    versions: dict[str, Any],
 ) -> dict[str, Any]:
     """Run everything a recipe asks for; `results.json` is written again after every run.
 
     Args:
         recipe: the resolved recipe.
+        prepared: what `prepare(recipe)` returned.
         folder: an open output folder.
         finished: runs of an earlier start of the same recipe; they are kept.
         progress: hears of runs and steps.
@@ -64,15 +85,14 @@ def run_search(
         The content of `results.json`.
     """
     started = time.perf_counter()
-    _use_threads(recipe.training.threads)
-    task = build_task(recipe)
+    task, facts = prepared
     document: dict[str, Any] = {
         "recipe": recipe.name,
         "complete": False,
         "runs": list(finished),
         "comparison": {},
         "task": task.facts,
-        "model": describe_model(recipe, task),
+        "model": facts,
         "versions": versions,
     }
     _warm_up(recipe, task)
@@ -103,11 +123,12 @@ def _run_all(
 
 def describe_model(recipe: Recipe, task: Task) -> dict[str, Any]:
     """Return sizes of the model and how its parameters are routed under the recipe's options."""
-    from ...param_groups import explain_parameters
+    from ...param_groups import check_coverage, explain_parameters
 
     model = build_model(recipe, task, recipe.search.seeds[0])
     options = {key: _patterns(recipe.optimizer.get(key)) for key in ("include", "exclude")}
     rows = explain_parameters(model, matrix_split=recipe.optimizer.get("matrix_split", "auto"), **options)
+    check_coverage(rows)
     routed = {
         name: {
             "tensors": sum(row.algorithm == name for row in rows),

@@ -66,6 +66,8 @@ def check_supported(model: nn.Module, backend: Backend, config: MuonConfig) -> N
         raise NotImplementedError(
             f"dmuon={config.dmuon} needs FSDP2; got DDP. Use an Accelerate file with FSDP2, or leave dmuon at auto."
         )
+    if config.dmuon in ("z2", "z3") and backend is Backend.SINGLE:
+        _say_once(f"dmuon={config.dmuon} has no effect on one process: every matrix is whole here.")
     notice = _NOTICES.get(backend)
     if notice is not None and (backend is Backend.DDP or config.dmuon == "off"):
         _say_once(notice)

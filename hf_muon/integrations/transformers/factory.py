@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from ...optim import MuonWithAuxAdam
 from ...param_groups import ParameterRow, apply_tags, build_param_groups, check_coverage, explain_parameters
 from .backends import Backend, check_supported, detect_backend
 from .trainer_options import asks_for_dmuon, config_from_options
+
+logger = logging.getLogger("hf_muon.integrations.transformers")
 
 # What decided each parameter, for the table the callback prints; not kept with the optimizer's own state.
 _routing: weakref.WeakKeyDictionary[MuonWithAuxAdam, list[ParameterRow]] = weakref.WeakKeyDictionary()
@@ -55,6 +58,13 @@ class OptimizerFactory:
         if asks_for_dmuon(training_args):
             options = {**parse_key_values(training_args.optim_args or ""), **options}
         config = config_from_options(options, training_args, self.config)
+        if training_args is None and config.lr is config.muon_lr is config.adam_lr is None:
+            logger.warning(
+                "No learning rate was given: Muon runs with %g, AdamW with %g. Pass lr, or training_args to take the"
+                " Trainer's.",
+                config.resolved_muon_lr,
+                config.resolved_adam_lr,
+            )
         backend = detect_backend(model)
         check_supported(model, backend, config)
         if backend is Backend.FSDP2:

@@ -34,7 +34,17 @@ def call(*words):
         (["run", "demo", "training.steps=x"], "training.steps must be a whole number; got 'x'."),
         (["run", "--tinny"], "No such option: --tinny"),
         (["run", "demo", "task.data=nowhere"], "task.data must be a shipped data set (gsm8k) or a local folder"),
+        (["run", "demo", "search.seeds=[-1]"], "search.seeds must lie in 0 to 2**32 - 1; got [-1]."),
+        (["run", "demo", "adamw.adam_beta1=2"], "adamw.adam_beta1 must lie in [0, 1); got 2.0."),
+        (["run", "demo", "training.weight_decay=.inf"], "training.weight_decay must be finite and not negative"),
+        (["run", "demo", "training.threads=100000"], "training.threads must be at most 1024; got 100000."),
+        (["run", "demo", "optimizer.betas=0.9"], "betas must be two numbers; got 0.9."),
+        (["run", "demo", 'optimizer.include=["q{1,2}"]'], "optimizer.include and exclude must hold no comma"),
+        (["run", "addition", "--tiny", "optimizer.exclude=zzz"], "exclude must match a trainable parameter"),
+        (["run", "addition", "--tiny", "optimizer.exclude=.*"], "must have at least one tensor on Muon; got 0 of"),
+        (["run", "demo", "--output-dir", "a" * 300], "--output-dir must be writable"),
         (["rn"], "No such command 'rn'"),
+        (["params", "SmolLM2-135M", "--include", "zzz"], "include must match a trainable parameter; got 'zzz'"),
         (["params"], "Missing argument 'MODEL'"),
         (["params", "Qwen2.5-3C"], "got 'Qwen2.5-3C'. Did you mean 'Qwen2.5-3B'?"),
         (["params", "SmolLM2-135M", "--matrix-split", "fuse"], "matrix_split must be one of"),
@@ -111,6 +121,21 @@ def test_recipes_as_json(capsys):
     assert {"demo", "addition"} <= {entry["name"] for entry in listed}
     assert call("recipes") == 0
     assert "addition" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": "abc"}, "must hold a valid llama configuration"),
+        ({"hidden_size": 30, "num_attention_heads": 7}, "must hold a valid llama configuration"),
+        ({"model_type": "no_such"}, "must name a model_type that transformers knows; got 'no_such'"),
+    ],
+)
+def test_a_folder_with_a_broken_config_is_bad_usage(config, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    assert call("params", str(tmp_path)) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and message in said.err
 
 
 @pytest.mark.parametrize("name", sorted(TOTALS))

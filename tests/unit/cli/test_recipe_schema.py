@@ -53,7 +53,7 @@ def test_a_written_recipe_reads_back_the_same(tmp_path):
         ("training.steps=true", "training.steps must be a whole number; got True"),
         ("training.steps=0", "training.steps must be at least 1; got 0"),
         ("training.steps=[1", "training.steps must be a YAML value"),
-        ("training.weight_decay=-1", "training.weight_decay must not be negative"),
+        ("training.weight_decay=-1", "training.weight_decay must be finite and not negative"),
         ("training.scheduler=liner", "training.scheduler must be one of .* Did you mean 'linear'"),
         ("training.keep_checkpoints=some", "training.keep_checkpoints must be one of none, best, all"),
         ("search.muon=3e-3", r"search.muon must be a list such as \[1, 2\]; got 0.003"),

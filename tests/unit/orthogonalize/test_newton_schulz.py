@@ -151,3 +151,24 @@ def test_auto_dtype():
     assert resolve_dtype(None, "cpu", torch.float64) == torch.float64
     assert resolve_dtype("auto", "mps", torch.float32) == torch.float32
     assert resolve_dtype("auto", "cpu", torch.float16) in (torch.float32, torch.bfloat16)
+
+
+def test_a_parameter_can_be_given_and_the_result_carries_no_graph():
+    weight = torch.nn.Parameter(torch.randn(8, 16))
+    result = newton_schulz(weight)
+    assert not result.requires_grad and torch.equal(result, newton_schulz(weight.detach()))
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("shape", [(4, 4), (60, 77), (16, 320), (300, 300)])
+def test_a_result_does_not_depend_on_its_neighbours(method, shape):
+    """Owners stack other matrices than one process does: the bits must not depend on that."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # with more, the BLAS may split one product differently in a batch
+    try:
+        stack = torch.randn(5, *shape)
+        alone = [newton_schulz(matrix, method=method) for matrix in stack]
+        for start, end in [(0, 1), (0, 2), (1, 4), (0, 5)]:
+            assert torch.equal(newton_schulz(stack[start:end], method=method), torch.stack(alone[start:end]))
+    finally:
+        torch.set_num_threads(threads)
