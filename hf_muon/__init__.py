@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from .integrations.transformers.registration import register
 
 if TYPE_CHECKING:
+    from .checkpoint import dedicate_params
     from .config import MuonConfig
-    from .distributed import comm_stats, dedicate_params, ownership
+    from .distributed import comm_stats, ownership
     from .integrations.accelerate.plugin import DMuonPlugin
     from .integrations.transformers.factory import OptimizerFactory
     from .optim import MuonWithAuxAdam
@@ -30,7 +31,7 @@ _PUBLIC = {
     "MuonWithAuxAdam": "optim",
     "OptimizerFactory": "integrations.transformers.factory",
     "comm_stats": "distributed",
-    "dedicate_params": "distributed",
+    "dedicate_params": "checkpoint",
     "ownership": "distributed",
     "explain_parameters": "param_groups",
     "newton_schulz": "orthogonalize",

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doors of an optimizer: state of owned parameters leaves as ordinary sharded DTensors.
-
-The way back needs no door for `MuonWithAuxAdam`: it copies a sharded or whole tensor into the layout of its parameter.
-"""
+"""Doors of an optimizer other than `MuonWithAuxAdam`, which has them built in."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed import OwnedDTensor, find_runtime, to_standard
+from ..distributed import reshard_units
+from ..optim.owned_state import in_standard_layout
 
 _MARK = "_hf_muon_door_handles"
 
@@ -21,8 +19,10 @@ _MARK = "_hf_muon_door_handles"
 def install_optimizer_doors(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
     """Make `optimizer.state_dict()` hand out state as FSDP2 would hold it. Safe to call twice.
 
+    `MuonWithAuxAdam` does this by itself.
+
     Args:
-        optimizer: a `MuonWithAuxAdam` over owned parameters.
+        optimizer: any optimizer over owned parameters.
         model: its model, if `torch.distributed.checkpoint` will read the optimizer: a forward without backward (an
             evaluation) leaves gathered parameters registered, under which it would not find the optimizer's. They are
             freed first.
@@ -39,18 +39,7 @@ def install_optimizer_doors(optimizer: torch.optim.Optimizer, model: nn.Module |
 
 
 def _hand_out(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    # The inner dicts are the optimizer's own: build new ones. Sorted numbers give every rank the same order.
-    state = state_dict["state"]
-    numbers = sorted(key for key in state if isinstance(key, int))
-    others = [key for key in state if not isinstance(key, int)]
-    new_state = {key: _converted(state[key]) for key in (*numbers, *others)}
-    return {**state_dict, "state": new_state}
-
-
-def _converted(values: Any) -> Any:
-    if not isinstance(values, dict):
-        return values
-    return {key: to_standard(value) if isinstance(value, OwnedDTensor) else value for key, value in values.items()}
+    return {**state_dict, "state": in_standard_layout(state_dict["state"])}
 
 
 def _resharding(model: nn.Module) -> Callable[[torch.optim.Optimizer], None]:
@@ -62,15 +51,3 @@ def _resharding(model: nn.Module) -> Callable[[torch.optim.Optimizer], None]:
             reshard_units(present)
 
     return reshard
-
-
-def reshard_units(model: nn.Module) -> None:
-    """Free what forwards without a backward left gathered, in FSDP2's units and in ours. No communication."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    runtime = find_runtime(model)
-    if runtime is not None:
-        runtime.reshard()

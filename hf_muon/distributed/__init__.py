@@ -4,7 +4,15 @@
 from .dedicate import DetachedMatrix, Placement, attach, dedicate_params, detach, put_back
 from .owned import OwnedDTensor, is_owned
 from .ownership import Matrix, OwnershipPlan, build_plan
-from .runtime import DMuonRuntime, comm_stats, find_runtime, ownership, runtime_of
+from .runtime import (
+    DMuonRuntime,
+    comm_stats,
+    find_runtime,
+    ownership,
+    reshard_models_of,
+    reshard_units,
+    runtime_of,
+)
 from .standard import from_standard, owned_like, to_standard
 
 __all__ = [
@@ -25,6 +33,8 @@ __all__ = [
     "owned_like",
     "ownership",
     "put_back",
+    "reshard_models_of",
+    "reshard_units",
     "runtime_of",
     "to_standard",
 ]

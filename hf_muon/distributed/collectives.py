@@ -86,7 +86,7 @@ class Communicator:
     def broadcast(self, what: str, sends: list[tuple[torch.Tensor, int]]) -> Pending:
         """Send each (buffer, shard index of the source) within the shard group, all at once, in list order."""
         if self.grid.shard == 1:
-            return Pending(what, [])
+            return Pending(what, [self.stream.mark()])  # the buffers were filled on the side stream
         self._count("broadcast", *(buffer for buffer, _ in sends))
         with self.stream.issue():
             works = [

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from .._compat import in_backward, queue_backward_callback
 from .collectives import Communicator
@@ -281,6 +283,24 @@ def runtime_of(model: nn.Module) -> DMuonRuntime:
     if runtime is None:
         raise ValueError("model must have dedicated parameters; got one without. Wrap it in dedicate_params first.")
     return runtime
+
+
+def reshard_units(model: nn.Module) -> None:
+    """Free what forwards without a backward left gathered, in FSDP2's units and in ours. No communication."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    runtime = find_runtime(model)
+    if runtime is not None:
+        runtime.reshard()
+
+
+def reshard_models_of(parameters: Iterable[torch.Tensor]) -> None:
+    """Call `reshard_units` for every model that holds one of these owned parameters. No communication."""
+    wanted = {id(parameter) for parameter in parameters}
+    for model, runtime in list(_RUNTIMES.items()):
+        if any(id(parameter) in wanted for parameter in runtime.parameters):
+            reshard_units(model)
 
 
 def ownership(model: nn.Module) -> OwnershipPlan:

@@ -9,7 +9,7 @@ only after the compute stream has waited for whatever used it elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -33,6 +33,26 @@ class CommunicationStream:
         with torch.cuda.stream(self._stream):
             yield
 
+    def mark(self) -> StreamMark:
+        """Return a handle for everything issued so far, where no collective gives one (a group of one rank)."""
+        return StreamMark(None if self._stream is None else self._stream.record_event())
+
+
+class StreamMark:
+    """Waits like the handle of a collective: the current stream for an event, the host never.
+
+    Args:
+        event: a CUDA event; None on the CPU, where nothing is left to wait for.
+    """
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Make the current stream wait."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
 
 class Pending:
     """A collective under way: keeps its buffers alive, and turns a failure into an error that names the place.
@@ -47,7 +67,7 @@ class Pending:
     def __init__(
         self,
         what: str,
-        works: list[dist.Work],
+        works: Sequence[dist.Work | StreamMark],
         keep: tuple[torch.Tensor, ...] = (),
         timeout: timedelta | None = None,
     ) -> None:
@@ -59,7 +79,7 @@ class Pending:
         Raises:
             RuntimeError: a rank died, timed out, or ran other collectives than this one.
         """
-        works, self._works = self._works, []
+        works, self._works = self._works, ()
         try:
             for work in works:
                 if self._timeout is None:

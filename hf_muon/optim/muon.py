@@ -16,6 +16,7 @@ from .finite_guard import DeviceSkip, FiniteReducer, HostSkip, NamedGradients, S
 from .functional import MuonEntry, MuonOptions, muon_update_
 from .group_layout import as_groups, label_of, split_group
 from .notices import logger, shorten, warn_once
+from .owned_state import come_to_rest, in_standard_layout
 from .parameter_state import adapt_state, fits, has_values, new_state, saved_state
 from .state_loading import LoadPlan, plan_load
 from .tensor_layout import is_dtensor, needs_gather
@@ -136,10 +137,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Return state by number and groups with names; plain values only (`torch.load(weights_only=True)`).
 
         `matrix_views` follow from the model, so None stands in their place; explicit `ns_coefficients` become one
-        string, because torch.distributed.checkpoint takes nested lists apart.
+        string, because torch.distributed.checkpoint takes nested lists apart. State of owned parameters comes as the
+        even DTensors of FSDP2, which makes the call collective.
         """
         self._synchronize_state()
+        come_to_rest(param for group in self.param_groups for param in group["params"])
         result = super().state_dict()
+        result["state"] = in_standard_layout(result["state"])
         for group in result["param_groups"]:
             if "matrix_views" in group:
                 group["matrix_views"] = None

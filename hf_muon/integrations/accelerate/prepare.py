@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..._compat import accelerator_optimizers, mark_prepared
-from ...checkpoint import install_model_doors, install_optimizer_doors, verify_checkpoint
+from ...checkpoint import install_model_doors, verify_checkpoint
 from ...checkpoint.integrity import agree
 from ...distributed import DetachedMatrix, OwnedDTensor, Placement, attach, detach, find_runtime, put_back
 from ...optim import MuonWithAuxAdam
@@ -61,7 +61,6 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *args: Any) ->
     optimizer.rebuild_state()
     optimizer.finite_reducer = largest_over_ranks
     install_model_doors(prepared)
-    install_optimizer_doors(optimizer, prepared)
     return result
 
 
