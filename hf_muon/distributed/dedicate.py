@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from .unit import OwnedMatrix, Unit
 from .validation import compare_ranks
 
 Predicate = Callable[[str, nn.Parameter], bool]
+FAILURE_TIMEOUT = timedelta(seconds=30)  # how long a rank that failed waits for the others to hear of it
 
 
 @dataclass(eq=False)
@@ -91,13 +93,21 @@ def dedicate_params(
         RuntimeError: the ranks disagree (raised on all of them).
     """
     grid = RankGrid(mesh)
-    detached = detach(model, predicate)
+    try:
+        detached = detach(model, predicate)
+    except ValueError:
+        tell_other_ranks(mesh)
+        raise
     placement = Placement(reshard_after_forward, param_dtype, reduce_dtype)
     # fully_shard replaces the other Parameters by new ones without the tags that an optimizer asks for.
     attributes = {name: dict(parameter.__dict__) for name, parameter in model.named_parameters()}
     try:
         yield model
-    except BaseException:
+    except Exception:
+        put_back(detached)
+        tell_other_ranks(mesh)
+        raise
+    except BaseException:  # an interrupt must not start a collective
         put_back(detached)
         raise
     attach(model, detached, grid.mesh, placement)
@@ -192,6 +202,13 @@ def attach(
     runtime = DMuonRuntime(model, units, plan, comm, replaced)
     attach_hooks(runtime)
     return runtime
+
+
+def tell_other_ranks(mesh: DeviceMesh) -> None:
+    """Say that this rank failed before `attach`, so that ranks which wait there raise as well. Collective."""
+    comm = Communicator(RankGrid(mesh), _device_of(mesh), FAILURE_TIMEOUT)
+    with contextlib.suppress(RuntimeError):  # what is raised here for every rank; this one has its own error
+        compare_ranks(comm, None, False)
 
 
 def _is_tagged(name: str, parameter: nn.Parameter) -> bool:

@@ -8,6 +8,7 @@ wrong for such a layout raise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -185,6 +186,8 @@ class OwnedDTensor(DTensor):
             raise RuntimeError(f"{owned.owner_layout.name} must not be used in {name} outside its forward. {_ADVICE}")
         if keeps and not reduces:
             _check_partners(name, args, owned)
+        if reduces and math.inf in args[1:2]:
+            args = (_with_a_zero_row(args[0]), *args[1:])
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if reduces:
             return out
@@ -240,6 +243,20 @@ def _adopt(tensor: DTensor, layout: OwnerLayout) -> OwnedDTensor:
     tensor.__class__ = OwnedDTensor
     tensor.owner_layout = layout  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
+
+
+def _with_a_zero_row(tensors: Any) -> Any:
+    """Return `tensors` for a maximum norm, which has no value on no rows: ranks without rows hold one of zeros."""
+    if isinstance(tensors, (list, tuple)):
+        return [_with_a_zero_row(tensor) for tensor in tensors]
+    if not isinstance(tensors, OwnedDTensor) or tensors.to_local().numel():
+        return tensors
+    layout = tensors.owner_layout
+    zeros = tensors.to_local().new_zeros((1, *layout.shape[1:]))
+    placements = [Shard(0)] * layout.grid.mesh.ndim
+    return DTensor.from_local(
+        zeros, layout.grid.mesh, placements, run_check=False, shape=layout.shape, stride=tensors.stride()
+    )
 
 
 def _first_owned(args: Sequence[Any]) -> OwnedDTensor | None:

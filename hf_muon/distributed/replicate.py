@@ -36,6 +36,7 @@ class ReplicaCopies:
             if segment.replicate_index != self._mine
         }
         self._version: int | None = None
+        self._sent: list[torch.Tensor] = []  # until the next publication: only the side stream waits for their sending
         self._pending: Pending | None = None
 
     @property
@@ -62,6 +63,7 @@ class ReplicaCopies:
                     for slot in segment.slots:
                         fill(buffer[slot.offset - segment.start : slot.end - segment.start], slot)
             sends.append((buffer, segment.replicate_index))
+        self._sent = [buffer for buffer, _ in sends]
         self._pending = self._comm.replicate_broadcast(f"publication of {self._what}", sends)
         self._version = version
 

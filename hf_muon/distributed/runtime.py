@@ -18,7 +18,8 @@ from .unit import Unit
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 
-_RUNTIMES: weakref.WeakKeyDictionary[nn.Module, DMuonRuntime] = weakref.WeakKeyDictionary()
+# Weak on both sides: a runtime holds its model's modules, and the hooks on them hold the runtime.
+_RUNTIMES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DMuonRuntime]] = weakref.WeakKeyDictionary()
 
 
 class ForwardToken:
@@ -67,7 +68,7 @@ class DMuonRuntime:
         self._root_wants_gradients = False
         self._callback_is_queued = False
         self._reducing: list[Unit] = []
-        _RUNTIMES[model] = self
+        _RUNTIMES[model] = weakref.ref(self)
 
     # ------------------------------------------------------------------ forward
 
@@ -241,8 +242,7 @@ class DMuonRuntime:
         for unit, state in self._states.items():
             unit.uninstall()
             unit.free()
-            for matrix in unit.matrices:
-                matrix.view.grad = matrix.accumulated = None
+            unit.abandon()
             state.__init__()  # type: ignore[misc]
         self._started, self._finished, self._reducing = [], [], []
         self._root_is_running = self._callback_is_queued = False
@@ -268,8 +268,9 @@ class DMuonRuntime:
 def find_runtime(model: nn.Module) -> DMuonRuntime | None:
     """Return the runtime attached to `model` or to a module inside it (wrappers), None if there is none."""
     for module in model.modules():
-        if module in _RUNTIMES:
-            return _RUNTIMES[module]
+        found = _RUNTIMES.get(module)
+        if found is not None and (runtime := found()) is not None:
+            return runtime
     return None
 
 
@@ -298,7 +299,9 @@ def reshard_units(model: nn.Module) -> None:
 def reshard_models_of(parameters: Iterable[torch.Tensor]) -> None:
     """Call `reshard_units` for every model that holds one of these owned parameters. No communication."""
     wanted = {id(parameter) for parameter in parameters}
-    for model, runtime in list(_RUNTIMES.items()):
+    for model, found in list(_RUNTIMES.items()):
+        if (runtime := found()) is None:
+            continue
         if any(id(parameter) in wanted for parameter in runtime.parameters):
             reshard_units(model)
 

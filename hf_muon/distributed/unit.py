@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +169,8 @@ class Unit:
             for matrix in self.matrices:
                 for module, attribute in matrix.sites:
                     setattr(module, attribute, matrix.view)
+                # Freezing and unfreezing reach the parameter; autograd sees the view.
+                matrix.view.requires_grad_(matrix.parameter.requires_grad)
             self._installed = True
 
     def uninstall(self) -> None:
@@ -236,6 +239,18 @@ class Unit:
         self._reducing = self._comm.reduce(f"gradient reduction of {self.label}", sends)
         self.has_unsent = False
 
+    def abandon(self) -> None:
+        """Drop the gradients of a backward that raised, also those on their way. Not a collective."""
+        pending, self._reducing = self._reducing, None
+        if pending is not None:
+            with contextlib.suppress(RuntimeError):  # the rank that raised may be gone: its sum is dropped anyway
+                pending.wait()
+        self._reductions = []
+        self.local_flags = [False] * len(self.matrices)
+        self.has_unsent = False
+        for matrix in self.matrices:
+            matrix.view.grad = matrix.accumulated = None
+
     @torch.no_grad()
     def finish_reduce(self) -> None:
         """Wait for the reductions; put the average into the owners' `.grad` (added to what is there)."""
@@ -251,7 +266,8 @@ class Unit:
                     reduce_to_owners(self.label, self._comm, bucket, packed).wait()
                 self._deliver(bucket, packed)
         for matrix in self.matrices:
-            if not matrix.parameter.owner_layout.is_local and matrix.parameter.grad is None:
+            is_elsewhere = not matrix.parameter.owner_layout.is_local
+            if is_elsewhere and matrix.parameter.grad is None and matrix.parameter.requires_grad:
                 matrix.parameter.grad = self._empty_gradient(matrix)
         self.local_flags = [False] * len(self.matrices)
 
@@ -272,6 +288,8 @@ class Unit:
 
     def _add_gradient(self, index: int, gradient: torch.Tensor, flag: torch.Tensor) -> None:
         parameter = self.matrices[index].parameter
+        if not parameter.requires_grad:
+            return  # frozen since the model was wrapped: it travels along as zeros
         layout = parameter.owner_layout
         arrived: bool | torch.Tensor = True if self.local_flags[index] else flag
         if parameter.grad is None:
