@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings every test shares: no hub, few threads, one seed per test that pytest prints when it fails."""
 
+import logging
 import os
 import random
 
@@ -25,6 +26,16 @@ def seed(request):
     torch.manual_seed(value)
     request.node.user_properties.append(("seed", value))
     return value
+
+
+@pytest.fixture(autouse=True)
+def own_log():
+    """Undo what the command line does to the package's logger when a test runs it in this process."""
+    logger = logging.getLogger("hf_muon")
+    before = (list(logger.handlers), logger.propagate, logger.level)
+    yield
+    logger.handlers, logger.propagate = before[0], before[1]
+    logger.setLevel(before[2])
 
 
 @pytest.hookimpl(hookwrapper=True)
