@@ -31,11 +31,13 @@ def seed(request):
 @pytest.fixture(autouse=True)
 def own_log():
     """Undo what the command line does to the package's logger when a test runs it in this process."""
-    logger = logging.getLogger("hf_muon")
-    before = (list(logger.handlers), logger.propagate, logger.level)
+    root = logging.getLogger("hf_muon")
+    handlers, propagate = list(root.handlers), root.propagate
     yield
-    logger.handlers, logger.propagate = before[0], before[1]
-    logger.setLevel(before[2])
+    root.handlers, root.propagate = handlers, propagate
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.split(".")[0] == "hf_muon" and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.NOTSET)  # a run of a recipe turns parts of the package down
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -68,29 +68,14 @@ def dedicate_params(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Iterator[nn.Module]:
-    """Give matrices a dedicated owner; put the `fully_shard` calls inside. Collective over `mesh`.
+    """Give matrices a dedicated owner; the layer below `hf_muon.dedicate_params`, which explains the arguments.
 
-        hf_muon.tag_parameters(model)
-        with hf_muon.dedicate_params(model, mesh):
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        optimizer = hf_muon.MuonWithAuxAdam(model.parameters(), lr=1e-3)
-
-    Inside, FSDP2 sees a model without these matrices. Afterwards `model` is trained as any FSDP2 model.
-
-    Args:
-        model: the root module, on the training device or on meta.
-        mesh: the mesh given to `fully_shard`: 1-D (shard) or 2-D (replicate, shard).
-        reshard_after_forward: True gathers matrices again for backward (Z3), False keeps them (Z2). Need not equal
-            FSDP2's own choice.
-        predicate: `(name, parameter) -> bool`, which parameters get an owner; the default asks `parameter.use_muon`.
-        param_dtype: dtype of gathered copies; None: what `fully_shard`'s policy says.
-        reduce_dtype: dtype of gradients on the wire; None: what the policy says, else `param_dtype`.
+    Collective over `mesh`. Here `state_dict()` afterwards holds the owned tensors themselves; the public one also
+    installs what turns them into standard tensors.
 
     Raises:
         ValueError: no parameter is chosen, a matrix cannot be owned, or the mesh has more than two dimensions.
-        RuntimeError: the ranks disagree (raised on all of them).
+        RuntimeError: the ranks disagree or one failed (raised on all of them).
     """
     grid = RankGrid(mesh)
     try:

@@ -49,11 +49,11 @@ def test_complex_parameters_are_refused_by_name():
         hf_muon.OptimizerFactory()(model)
 
 
-def test_dedicated_owners_need_fsdp2(monkeypatch):
-    said = []
-    monkeypatch.setattr(backends, "_say_once", said.append)
-    hf_muon.OptimizerFactory()(tiny_llama(), dmuon="z3")
-    assert said == ["dmuon=z3 has no effect on one process: every matrix is whole here."]
+def test_dedicated_owners_need_fsdp2(monkeypatch, caplog):
+    backends._say_once.cache_clear()
+    with caplog.at_level("INFO", "hf_muon"):
+        hf_muon.OptimizerFactory()(tiny_llama(), dmuon="z3")
+    assert "dmuon=z3 has no effect on one process: every matrix is whole here." in caplog.text
     pretend(monkeypatch, "MULTI_CPU")
     with pytest.raises(NotImplementedError, match="dmuon=z3 needs FSDP2; got DDP"):
         hf_muon.OptimizerFactory()(tiny_llama(), dmuon="z3")
