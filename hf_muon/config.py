@@ -25,8 +25,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dmuon": ("auto", "z2", "z3", "off"),
     "momentum_dtype": ("float32", "bfloat16"),
     "offload": ("none", "cpu"),
+    "stochastic_rounding": ("auto", "true", "false"),
 }
-_NOT_YET = {"matrix_split": ("per_head",), "momentum_dtype": ("bfloat16",), "offload": ("cpu",)}
+_NOT_YET = {"matrix_split": ("per_head",)}
 _ALIASES = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
@@ -69,8 +70,16 @@ class MuonConfig:
     matrix_split: str = _option("auto", "none; fused: QKV and gate-up split into their matrices; auto = fused")
     qk_clip: float | None = _option(None, "MuonClip threshold on the attention logit")
     dmuon: str = _option("auto", "dedicated owners under FSDP2: auto, z2, z3 or off")
-    momentum_dtype: str = _option("float32", "dtype of the momentum buffer")
+    momentum_dtype: str = _option(
+        "float32", "dtype the momentum rests in: float32, or bfloat16 rounded stochastically"
+    )
     offload: str = _option("none", "where the momentum rests: none (on the device) or cpu")
+    stochastic_rounding: str | bool = _option(
+        "auto", "true: bfloat16 weights without a float32 master are rounded stochastically; auto: to nearest, warns"
+    )
+    rounding_seed: int = _option(0, "seed of stochastic rounding, the same on all ranks")
+    normuon: bool = _option(False, "NorMuon: bring the rows of the orthogonalized update to one size")
+    normuon_beta2: float = _option(0.95, "decay of NorMuon's second moment per row, in [0, 1)")
     include: tuple[str, ...] = _option((), "regexes on parameter names that must be on Muon")
     exclude: tuple[str, ...] = _option((), "regexes on parameter names that must be on AdamW; wins over include")
 
@@ -80,8 +89,9 @@ class MuonConfig:
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         if self.betas is not None:
             object.__setattr__(self, "betas", _betas(self.betas))
-        fused = {"1": "true", "yes": "true", "0": "false", "no": "false"}
-        object.__setattr__(self, "fused_adam", fused.get(text := str(self.fused_adam).lower(), text))
+        words = {"1": "true", "yes": "true", "0": "false", "no": "false"}
+        for name in ("fused_adam", "stochastic_rounding"):
+            object.__setattr__(self, name, words.get(text := str(getattr(self, name)).lower(), text))
         object.__setattr__(self, "ns_coefficients", _normalise_coefficients(self.ns_coefficients))
         self._check_choices()
         self._check_numbers()
@@ -183,14 +193,22 @@ class MuonConfig:
                 raise TypeError(f"{name} must be a number; got {value!r}.")
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and not negative; got {value!r}.")
-        if isinstance(self.momentum, bool) or not isinstance(self.momentum, (int, float)):
-            raise TypeError(f"momentum must be a number; got {self.momentum!r}.")
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum must lie in [0, 1); got {self.momentum!r}.")
-        if not isinstance(self.nesterov, bool):
-            raise TypeError(f"nesterov must be true or false; got {self.nesterov!r}.")
-        if isinstance(self.ns_steps, bool) or not isinstance(self.ns_steps, int) or self.ns_steps < 1:
-            raise ValueError(f"ns_steps must be a whole number of at least 1; got {self.ns_steps!r}.")
+        for name in ("momentum", "normuon_beta2"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number; got {value!r}.")
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name} must lie in [0, 1); got {value!r}.")
+        for name in ("nesterov", "normuon"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false; got {getattr(self, name)!r}.")
+        for name, least in (("ns_steps", 1), ("rounding_seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}.")
+        self._check_series()
+
+    def _check_series(self) -> None:
         if self.betas is not None and (len(self.betas) != 2 or not all(0.0 <= b < 1.0 for b in self.betas)):
             raise ValueError(f"betas must be two numbers in [0, 1); got {self.betas!r}.")
 
@@ -296,8 +314,8 @@ def _numbers(text: str) -> list[float]:
 
 def _from_string(key: str, text: str, kind: str) -> Any:
     text = text.strip()
-    if key in ("include", "exclude", "fused_adam"):
-        return text.lower() if key == "fused_adam" else text
+    if key in ("include", "exclude", "fused_adam", "stochastic_rounding"):
+        return text if key in ("include", "exclude") else text.lower()
     if "None" in kind and text.lower() in ("none", "null", "", *(("off",) if key == "qk_clip" else ())):
         return None
     try:

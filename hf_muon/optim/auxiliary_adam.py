@@ -50,12 +50,13 @@ def use_fused(choice: str, param: Tensor) -> bool:
     return False
 
 
-def new_adam_state(param: Tensor, fused: bool) -> dict[str, Tensor]:
-    """Return zero AdamW state of `param` with the dtypes and devices `torch.optim.AdamW` gives it."""
+def new_adam_state(param: Tensor, fused: bool, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return zero AdamW state of `param`; without `dtype` in the dtypes that `torch.optim.AdamW` gives it."""
+    keep = torch.preserve_format
     return {
         "step": new_step(param, fused),
-        "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False),
+        "exp_avg": torch.zeros_like(param, dtype=dtype, memory_format=keep, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(param, dtype=dtype, memory_format=keep, requires_grad=False),
     }
 
 

@@ -125,6 +125,25 @@ class SkipRecord:
             )
 
 
+def named_gradients(params: Iterable[tuple[str, Tensor]]) -> NamedGradients:
+    """Return the gradients that are there, by name.
+
+    Raises:
+        NotImplementedError: a sparse gradient.
+    """
+    result = []
+    for label, param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.is_sparse or grad.layout != torch.strided:
+            raise NotImplementedError(
+                f"{label}.grad must be dense; got a sparse gradient. Build the embedding with sparse=False."
+            )
+        result.append((label, grad))
+    return result
+
+
 def nonfinite_flag(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a 0-dim float32 tensor on `device`: 1 if any element on this rank is inf or NaN, else 0.
 

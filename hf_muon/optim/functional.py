@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from ..orthogonalize import newton_schulz_many
 from ..param_groups.views import MatrixView
+from .momentum_storage import MomentumStore
+from .normuon import normalize_rows_
+from .rounding import Rounding
 from .tensor_layout import local_part, local_tensor, needs_gather, whole_matrix
 
 MAX_BATCH_BYTES = 256 * 2**20  # of float32 updates alive at once; one larger parameter is a batch of its own
@@ -46,12 +49,34 @@ class MuonOptions:
 
 @dataclass(frozen=True)
 class MuonEntry:
-    """One parameter of a step: `param`, `grad` and `momentum` in the same layout, and its view."""
+    """One parameter of a step: `param` and `grad` in the same layout, `momentum` too (where it rests), and its view.
+
+    `name` seeds random bits; `rows` are NorMuon's statistics in storage layout.
+    """
 
     param: Tensor
     grad: Tensor
     momentum: Tensor
     view: MatrixView
+    name: str = ""
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepVariants:
+    """What a step does beyond plain Muon; the default is plain Muon.
+
+    Attributes:
+        momentum: where momenta rest.
+        rounding: random bits for bfloat16 weights; None rounds to nearest.
+        normuon_beta2: decay of NorMuon's row statistics; None leaves rows as they are.
+        observe: called with each entry, its update and its orthogonalized matrices, before they are applied.
+    """
+
+    momentum: MomentumStore = field(default_factory=MomentumStore)
+    rounding: Rounding | None = None
+    normuon_beta2: float | None = None
+    observe: Callable[[MuonEntry, Tensor, Sequence[Tensor]], None] | None = None
 
 
 def adjust_scale(adjust_lr_fn: str, m: int, n: int) -> float:
@@ -74,6 +99,7 @@ def muon_update_(
     skip: Tensor | None = None,
     max_batch_bytes: int = MAX_BATCH_BYTES,
     squares: list[Tensor] | None = None,
+    variants: StepVariants | None = None,
 ) -> None:
     """Update momenta and parameters in place by one Muon step.
 
@@ -87,13 +113,20 @@ def muon_update_(
         skip: 0-dim bool tensor; where true nothing changes, to the bit. Lets CUDA skip without asking the host.
         max_batch_bytes: bound on the float32 updates held at once.
         squares: when given, the sum of squares of each applied step (decay aside) is appended.
+        variants: what to do beyond plain Muon.
 
     Note:
-        bf16 and fp16 parameters are updated in float32 and rounded once. Beyond the state the peak is one batch of
+        bf16 and fp16 parameters are updated in float32 and rounded once. Momentum that rests elsewhere is fetched one
+        batch ahead, beside the products of the batch before. Beyond the state the peak is one batch of
         updates, its orthogonalized copy, and what Newton-Schulz needs.
     """
-    for batch in _batches(entries, max_batch_bytes):
-        updates = [_momentum_update_(entry, options, skip) for entry in batch]
+    variants = variants or StepVariants()
+    batches = list(_batches(entries, max_batch_bytes))
+    if batches:
+        variants.momentum.fetch(batches[0])
+    for batch, following in zip(batches, [*batches[1:], []], strict=True):
+        updates = [_momentum_update_(entry, options, skip, variants.momentum) for entry in batch]
+        variants.momentum.fetch(following)
         matrices = [entry.view.matrices(update) for entry, update in zip(batch, updates, strict=True)]
         flat = newton_schulz_many(
             [matrix for group in matrices for matrix in group],
@@ -106,7 +139,9 @@ def muon_update_(
         for entry, update, group in zip(batch, updates, matrices, strict=True):
             orthogonal = flat[position : position + len(group)]
             flat[position : position + len(group)] = []  # lets each result go as soon as it is applied
-            _apply_(entry, orthogonal, update, options, skip, squares)
+            if variants.observe is not None:
+                variants.observe(entry, update, orthogonal)
+            _apply_(entry, orthogonal, update, options, skip, squares, variants)
 
 
 def _batches(entries: Iterable[MuonEntry], limit: int) -> Iterator[list[MuonEntry]]:
@@ -128,9 +163,9 @@ def _matrix_shapes(view: MatrixView, shape: tuple[int, ...]) -> tuple[tuple[int,
     return tuple(view.matrix_shapes(shape))
 
 
-def _momentum_update_(entry: MuonEntry, options: MuonOptions, skip: Tensor | None) -> Tensor:
-    """Fold the gradient into the momentum and return the whole update in the momentum's dtype."""
-    momentum = local_tensor(entry.momentum)
+def _momentum_update_(entry: MuonEntry, options: MuonOptions, skip: Tensor | None, store: MomentumStore) -> Tensor:
+    """Fold the gradient into the momentum and return the whole update in the dtype that the momentum is worked in."""
+    momentum = store.take(entry)
     grad = local_tensor(entry.grad).to(momentum.dtype)
     if skip is None:
         momentum.lerp_(grad, 1.0 - options.momentum)
@@ -141,6 +176,7 @@ def _momentum_update_(entry: MuonEntry, options: MuonOptions, skip: Tensor | Non
         weight = torch.full((), 1.0 - options.momentum, dtype=momentum.dtype, device=momentum.device)
         momentum.lerp_(grad, weight.masked_fill(skip, 0.0))
     update = torch.lerp(grad, momentum, options.momentum) if options.nesterov else momentum
+    store.put(entry, momentum)
     return whole_matrix(update, entry.param)
 
 
@@ -151,8 +187,12 @@ def _apply_(
     options: MuonOptions,
     skip: Tensor | None,
     squares: list[Tensor] | None,
+    variants: StepVariants,
 ) -> None:
     """Decay the parameter and move it along the orthogonalized matrices."""
+    if variants.normuon_beta2 is not None and entry.rows is not None:
+        rows = local_tensor(entry.rows)
+        orthogonal = normalize_rows_(orthogonal, rows, entry.view, variants.normuon_beta2, skip)
     scales = [adjust_scale(options.adjust_lr_fn, matrix.shape[-2], matrix.shape[-1]) for matrix in orthogonal]
     if len(set(scales)) > 1:  # a fused parameter whose parts differ in shape
         orthogonal = [matrix * scale for matrix, scale in zip(orthogonal, scales, strict=True)]
@@ -168,7 +208,9 @@ def _apply_(
         weight.mul_(torch.full((), decay, dtype=weight.dtype, device=weight.device).masked_fill(skip, 1.0))
         direction = direction * (~skip).to(direction.dtype)
     weight.add_(direction, alpha=alpha)
-    if weight is not target:
+    if weight is not target and variants.rounding is not None:
+        variants.rounding.store_(target, weight, entry.name, entry.param)
+    elif weight is not target:
         target.copy_(weight)
     if squares is not None:
         dtype = torch.promote_types(direction.dtype, torch.float32)

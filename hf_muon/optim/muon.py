@@ -11,24 +11,31 @@ import torch
 from torch import Tensor
 
 from ..config import MuonConfig, coerce_options
-from .auxiliary_adam import adamw_update_, has_fused_adamw, use_fused
-from .finite_guard import DeviceSkip, FiniteReducer, HostSkip, NamedGradients, SkipPolicy, StepGuard
+from .adam_step import step_adamw_
+from .auxiliary_adam import has_fused_adamw, use_fused
+from .finite_guard import DeviceSkip, FiniteReducer, HostSkip, SkipPolicy, StepGuard, named_gradients
 from .functional import MuonEntry, MuonOptions, muon_update_
 from .group_layout import as_groups, label_of, split_group
+from .momentum_storage import settle_copies
+from .normuon import add_row_statistics
 from .notices import logger, shorten, warn_once
 from .owned_state import come_to_rest, in_standard_layout
 from .parameter_state import adapt_state, fits, has_values, new_state, saved_state
-from .state_loading import LoadPlan, plan_load
-from .tensor_layout import is_dtensor, needs_gather
+from .rounding import STEP_KEY, warn_about_low_precision
+from .state_loading import LoadPlan, make_plain, plan_load
+from .state_spec import ROW_STATISTICS, StateSpec, spec_of
+from .tensor_layout import needs_gather
 from .update_size import UpdateSize
+from .variants import muon_variants, step_rounding, uses_random_bits
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
     """Optimize matrices with Muon and all other parameters with AdamW, in one optimizer.
 
     Groups carry `use_muon` and, where names are known, `param_names`. All state exists from construction:
-    `momentum_buffer` (float32) on Muon; `step`, `exp_avg`, `exp_avg_sq` on AdamW as in `torch.optim.AdamW`. A step
-    with any inf or NaN in any gradient is skipped whole. Parameters without gradient are left alone.
+    `momentum_buffer` (float32 unless `momentum_dtype` says otherwise) on Muon; `step`, `exp_avg`, `exp_avg_sq` on
+    AdamW as in `torch.optim.AdamW`. A step with any inf or NaN in any gradient is skipped whole. Parameters without
+    gradient are left alone.
 
     Attributes:
         finite_reducer: optional function that makes the 0/1 "some gradient is not finite" tensor agree over ranks;
@@ -106,9 +113,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             super().add_param_group(part)
             if not had_momentum:
                 part.pop("momentum", None)  # torch adds every default; AdamW has no use for this one
+            if uses_random_bits(self._config):
+                part.setdefault(STEP_KEY, 0)
             for param in part["params"]:
-                self.state[param] = new_state(param, part["use_muon"], self._fused(param))
-        self._remember_names()
+                self.state[param] = new_state(param, part["use_muon"], self._fused(param), self._spec)
+        self._complete_state()
 
     def rebuild_state(self, reset: Iterable[str] = ()) -> None:
         """Make the state fit the present parameters: call it after parameters in groups were replaced.
@@ -130,7 +139,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._synchronize_state()
         for label, param, group in self._labelled_params():
             if label in names:
-                self.state[param] = new_state(param, group["use_muon"], self._fused(param))
+                self.state[param] = new_state(param, group["use_muon"], self._fused(param), self._spec)
+        self._complete_state()
         self._guard.reset_policy()
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,14 +151,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         even DTensors of FSDP2, which makes the call collective.
         """
         self._synchronize_state()
+        settle_copies()
         come_to_rest(param for group in self.param_groups for param in group["params"])
         result = super().state_dict()
         result["state"] = in_standard_layout(result["state"])
         for group in result["param_groups"]:
-            if "matrix_views" in group:
-                group["matrix_views"] = None
-            if not isinstance(rows := group.get("ns_coefficients", ""), str):
-                group["ns_coefficients"] = "; ".join(" ".join(map(repr, row)) for row in rows)
+            make_plain(group)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -162,7 +170,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             ValueError: shapes or groups that do not fit. The optimizer is then unchanged.
         """
         self._synchronize_state()
-        plans: list[LoadPlan] = []
+        plans, before = list[LoadPlan](), dict(self.state)
 
         def match(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             plans.append(plan_load(self.param_groups, saved))
@@ -170,9 +178,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         def fill(_: torch.optim.Optimizer) -> None:
             for param, use_muon, saved in plans[0].states:
-                fused = self._fused(param)
-                made = saved_state(param, saved, use_muon, fused) if saved else new_state(param, use_muon, fused)
-                self.state[param] = made
+                fused, live = self._fused(param), before.get(param) or {}
+                made = saved_state(param, saved, live, use_muon, fused, self._spec) if saved else None
+                self.state[param] = made or new_state(param, use_muon, fused, self._spec)
+            self._complete_state()
 
         handles = [
             self.register_load_state_dict_pre_hook(match),
@@ -207,20 +216,22 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._synchronize_state()
-        grads = self._named_gradients()
+        grads = named_gradients((label, param) for label, param, _ in self._labelled_params())
         self._sizes = UpdateSize()
         params = [param for _, param, _ in self._labelled_params()]
         verdict = self._guard.judge(grads, params, self.finite_reducer, self._choose_policy)
         if not verdict.skip:
             self._warn_about_low_precision()
-            for group in self.param_groups:
-                (self._step_muon if group["use_muon"] else self._step_adam)(group, verdict.mask)
+            for index, group in enumerate(self.param_groups):
+                labels = [label_of(group, index, place) for place in range(len(group["params"]))]
+                (self._step_muon if group["use_muon"] else self._step_adam)(group, labels, verdict.mask)
         return loss
 
-    def _step_muon(self, group: dict[str, Any], mask: Tensor | None) -> None:
+    def _step_muon(self, group: dict[str, Any], labels: list[str], mask: Tensor | None) -> None:
+        states = [self.state[param] for param in group["params"]]
         entries = [
-            MuonEntry(param, param.grad, self.state[param]["momentum_buffer"], view)
-            for param, view in zip(group["params"], group["matrix_views"], strict=True)
+            MuonEntry(param, param.grad, state["momentum_buffer"], view, label, state.get(ROW_STATISTICS))
+            for param, state, view, label in zip(group["params"], states, group["matrix_views"], labels, strict=True)
             # An owned matrix that no rank used has a zero gradient (all ranks take one path) but must not decay.
             if param.grad is not None and getattr(param, "has_gradient", True)
         ]
@@ -232,32 +243,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for entry in entries:
             self._sizes.expect_muon(entry.param)
         squares = self._sizes.muon_squares if self.track_update_rms else None
-        muon_update_(entries, MuonOptions.from_group(group), skip=mask, squares=squares)
+        variants = muon_variants(self._config, group)
+        muon_update_(entries, MuonOptions.from_group(group), skip=mask, squares=squares, variants=variants)
 
-    def _step_adam(self, group: dict[str, Any], mask: Tensor | None) -> None:
-        kinds: dict[tuple[bool, bool], list[Tensor]] = {}
-        for param in group["params"]:
-            if param.grad is not None:
-                kinds.setdefault((self._fused(param) or mask is not None, is_dtensor(param)), []).append(param)
-        for (fused, _), params in kinds.items():
-            for param in params:
-                state = self.state[param]
-                if fused and state["step"].device != param.device:  # the choice changed after construction
-                    state["step"] = state["step"].to(param.device, torch.float32)
-            adamw_update_(
-                params,
-                [param.grad for param in params if param.grad is not None],
-                [self.state[param] for param in params],
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                fused=fused,
-                found_inf=None if mask is None else mask.float(),
-            )
+    def _step_adam(self, group: dict[str, Any], labels: list[str], mask: Tensor | None) -> None:
+        names = dict(zip(group["params"], labels, strict=True))
+        for param in step_adamw_(group, self.state, names, self._fused, step_rounding(self._config, group), mask):
             if self.track_update_rms:
-                for param in params:
-                    self._sizes.add_adam(param, self.state[param], group)
+                self._sizes.add_adam(param, self.state[param], group)
 
     # ------------------------------------------------------------------ non-finite gradients
 
@@ -295,25 +288,23 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             on_device = all(p.is_cuda for p in params) and all(self._fused(p) for p in adam_params)
         return DeviceSkip() if on_device else HostSkip()
 
-    def _named_gradients(self) -> NamedGradients:
-        result = []
-        for label, param, _ in self._labelled_params():
-            grad = param.grad
-            if grad is None:
-                continue
-            if grad.is_sparse or grad.layout != torch.strided:
-                raise NotImplementedError(
-                    f"{label}.grad must be dense; got a sparse gradient. Build the embedding with sparse=False."
-                )
-            result.append((label, grad))
-        return result
-
     # ------------------------------------------------------------------ inner workings
 
     def _fused(self, param: Tensor) -> bool:
         if self.skip_on_device and has_fused_adamw(param.device.type, param.dtype):
             return True
         return use_fused(str(self._config.fused_adam), param)
+
+    @property
+    def _spec(self) -> StateSpec:
+        return spec_of(self._config)
+
+    def _complete_state(self) -> None:
+        """Add row statistics where they are asked for and missing; remember the names."""
+        for group in self.param_groups:
+            if group["use_muon"] and self._spec.row_statistics:
+                add_row_statistics(group, self.state)
+        self._remember_names()
 
     def _labelled_params(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         for group_index, group in enumerate(self.param_groups):
@@ -333,7 +324,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 count += 1
-                fitting = fitting and fits(param, self.state.get(param) or {}, group["use_muon"])
+                fitting = fitting and fits(param, self.state.get(param) or {}, group["use_muon"], self._spec)
         if fitting and count == sum(isinstance(key, Tensor) for key in self.state):
             return
         for group in self.param_groups:
@@ -346,33 +337,28 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         restarted: list[str] = []
         for label, param, group in self._labelled_params():
             state = old.get(param) or old.get(self._known.get(label, param)) or {}
-            if param in old and fits(param, state, group["use_muon"]):
+            if param in old and fits(param, state, group["use_muon"], self._spec):
                 continue
-            carried = adapt_state(param, state, group["use_muon"], self._fused(param)) if state else None
+            kind = (group["use_muon"], self._fused(param), self._spec)
+            carried = adapt_state(param, state, *kind) if state else None
             if state and carried is None and has_values(state):
                 restarted.append(label)
-            self.state[param] = carried or new_state(param, group["use_muon"], self._fused(param))
+            self.state[param] = carried or new_state(param, *kind)
         present = {param for group in self.param_groups for param in group["params"]}
         for gone in [key for key in self.state if isinstance(key, Tensor) and key not in present]:
             del self.state[gone]
         self._sizes = UpdateSize()
-        self._remember_names()
+        self._complete_state()
         if restarted:
             logger.warning(
                 "Optimizer state of %s does not fit the parameter that replaced it: starts fresh.", shorten(restarted)
             )
 
     def _warn_about_low_precision(self) -> None:
-        if self._checked_precision:
-            return
-        self._checked_precision = True
-        low = [(label, p) for label, p, _ in self._labelled_params() if p.dtype in (torch.bfloat16, torch.float16)]
-        if low:
-            warn_once(
-                f"Parameters in {str(low[0][1].dtype).removeprefix('torch.')} have no float32 master copy"
-                f" ({shorten([label for label, _ in low])}): updates smaller than the spacing of the weights are"
-                " rounded away. Load the model in float32 and train with bf16=True."
-            )
+        if not self._checked_precision:
+            self._checked_precision = True
+            named = [(label, param) for label, param, _ in self._labelled_params()]
+            warn_about_low_precision(named, str(self._config.stochastic_rounding))
 
     def _set_missing_attributes(self) -> None:
         """Make what `torch.optim.Optimizer` does not pickle, where it is not there yet."""
@@ -381,6 +367,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 self.__dict__[name] = make()
 
     def __getstate__(self) -> dict[str, Any]:
+        settle_copies()
         own = {"_config": self._config, "_guard": StepGuard(self._guard.settle())}
         switches = {"track_update_rms": self.track_update_rms, "skip_on_device": self.skip_on_device}
         return {**super().__getstate__(), **own, **switches}

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from .tensor_layout import is_owned
+from .tensor_layout import is_owned, on_mesh_device
 
 
 def come_to_rest(params: Iterable[Tensor]) -> None:
@@ -36,10 +36,13 @@ def in_standard_layout(state: dict[Any, Any]) -> dict[Any, Any]:
         return state
     from ..distributed import OwnedDTensor, to_standard
 
+    def standard(value: OwnedDTensor) -> Tensor:
+        return to_standard(cast(OwnedDTensor, on_mesh_device(value))).to(value.device)
+
     def converted(values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {key: to_standard(value) if isinstance(value, OwnedDTensor) else value for key, value in values.items()}
+        return {key: standard(value) if isinstance(value, OwnedDTensor) else value for key, value in values.items()}
 
     numbers = sorted(key for key in state if isinstance(key, int))
     others = [key for key in state if not isinstance(key, int)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .auxiliary_adam import STATE_KEYS, new_adam_state, new_step
+from .normuon import load_rows
+from .state_spec import ROW_STATISTICS, StateSpec
 from .tensor_layout import copy_into_layout, local_tensor, same_layout, zeros_in_layout
 
 MUON_STATE_KEYS = ("momentum_buffer",)
@@ -20,33 +21,31 @@ def state_keys(use_muon: bool) -> tuple[str, ...]:
     return MUON_STATE_KEYS if use_muon else STATE_KEYS
 
 
-def momentum_dtype(param: Tensor) -> torch.dtype:
-    """Return float32, or float64 for a float64 parameter."""
-    return torch.promote_types(param.dtype, torch.float32)
-
-
-def new_state(param: Tensor, use_muon: bool, fused: bool) -> State:
-    """Return zero state in the layout and on the device of `param`."""
+def new_state(param: Tensor, use_muon: bool, fused: bool, spec: StateSpec) -> State:
+    """Return zero state in the layout of `param`, on the device where it rests; row statistics are added apart."""
     if not use_muon:
-        return new_adam_state(param, fused)
-    return {"momentum_buffer": zeros_in_layout(param, momentum_dtype(param))}
+        return new_adam_state(param, fused, spec.adam_dtype(param))
+    return {"momentum_buffer": zeros_in_layout(param, spec.momentum_dtype(param), spec.momentum_device(param))}
 
 
-def fits(param: Tensor, state: State, use_muon: bool) -> bool:
-    """Return whether `state` has every key, on the device, in the shape and in the dtype that `param` asks for."""
-    dtype = momentum_dtype(param) if use_muon else param.dtype
+def fits(param: Tensor, state: State, use_muon: bool, spec: StateSpec) -> bool:
+    """Return whether `state` has every key, in the place, shape and dtype that `param` and the options ask for."""
+    dtype = spec.momentum_dtype(param) if use_muon else spec.adam_dtype(param)
+    device = spec.momentum_device(param) if use_muon else param.device
+    if use_muon and spec.row_statistics and ROW_STATISTICS not in state:
+        return False
     for key in state_keys(use_muon):
         value = state.get(key)
         if value is None:
             return False
         if key == "step":
             continue
-        if value.device != param.device or value.shape != param.shape or value.dtype != dtype:
+        if value.device != device or value.shape != param.shape or value.dtype != dtype:
             return False
     return True
 
 
-def adapt_state(param: Tensor, state: State, use_muon: bool, fused: bool) -> State | None:
+def adapt_state(param: Tensor, state: State, use_muon: bool, fused: bool, spec: StateSpec) -> State | None:
     """Return the old state for a replaced or moved parameter, or None where it cannot be carried over.
 
     It is carried when shape and layout are the same and the values exist; another device is fine.
@@ -57,17 +56,34 @@ def adapt_state(param: Tensor, state: State, use_muon: bool, fused: bool) -> Sta
             return None
         if key != "step" and not same_layout(value, param):
             return None
-    return saved_state(param, values, use_muon, fused)
+    made = saved_state(param, values, {}, use_muon, fused, spec)
+    if use_muon and spec.row_statistics and ROW_STATISTICS in state:
+        made[ROW_STATISTICS] = state[ROW_STATISTICS].to(param.device)  # of a matrix stored the same way
+    return made
 
 
-def saved_state(param: Tensor, saved: State, use_muon: bool, fused: bool) -> State:
-    """Return new state that holds the values of `saved`, cast and moved; never an alias of them."""
+def saved_state(param: Tensor, saved: State, live: State, use_muon: bool, fused: bool, spec: StateSpec) -> State:
+    """Return new state that holds the values of `saved`, cast and moved; never an alias of them.
+
+    Args:
+        param: the parameter.
+        saved: its state of another time or place; row statistics may be absent and start at zero.
+        live: its present state, which tells the layout of row statistics.
+        use_muon: its half.
+        fused: whether fused AdamW updates it.
+        spec: how state rests here.
+    """
     if use_muon:
-        return {"momentum_buffer": copy_into_layout(saved["momentum_buffer"], param, momentum_dtype(param))}
+        dtype, device = spec.momentum_dtype(param), spec.momentum_device(param)
+        made = {"momentum_buffer": copy_into_layout(saved["momentum_buffer"], param, dtype, device)}
+        if ROW_STATISTICS in live:
+            made[ROW_STATISTICS] = load_rows(saved.get(ROW_STATISTICS), live[ROW_STATISTICS])
+        return made
+    dtype = spec.adam_dtype(param)
     return {
         "step": new_step(param, fused, float(saved["step"])),
-        "exp_avg": copy_into_layout(saved["exp_avg"], param, param.dtype),
-        "exp_avg_sq": copy_into_layout(saved["exp_avg_sq"], param, param.dtype),
+        "exp_avg": copy_into_layout(saved["exp_avg"], param, dtype),
+        "exp_avg_sq": copy_into_layout(saved["exp_avg_sq"], param, dtype),
     }
 
 

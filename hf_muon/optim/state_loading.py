@@ -48,6 +48,14 @@ class _Saved:
     group: int
 
 
+def make_plain(group: dict[str, Any]) -> None:
+    """Leave only plain values in a group of a state dict, in place; see `MuonWithAuxAdam.state_dict`."""
+    if "matrix_views" in group:
+        group["matrix_views"] = None
+    if not isinstance(rows := group.get("ns_coefficients", ""), str):
+        group["ns_coefficients"] = "; ".join(" ".join(map(repr, row)) for row in rows)
+
+
 def plan_load(live_groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> LoadPlan:
     """Match `state_dict` to `live_groups`.
 

@@ -7,7 +7,7 @@ so its local tensor is all that Muon needs. A sharded DTensor has to be gathered
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -77,12 +77,41 @@ def local_part(whole: Tensor, param: Tensor) -> Tensor:
     return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
 
 
-def zeros_in_layout(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros of `dtype` stored as `param` is: same shape, device, ranks, and owned where it is owned."""
-    result = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+def shard_coordinates(param: Tensor) -> tuple[int, ...]:
+    """Return which part of `param` this rank holds: its place on the mesh axes that split it, nothing for a whole.
+
+    Ranks with equal coordinates hold equal values.
+    """
+    if not needs_gather(param):
+        return ()
+    sharded = cast("DTensor", param)
+    places = sharded.device_mesh.get_coordinate() or ()
+    return tuple(place for place, how in zip(places, sharded.placements, strict=False) if not how.is_replicate())
+
+
+def zeros_in_layout(param: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return zeros of `dtype` stored as `param` is: same shape, ranks, and owned where it is owned.
+
+    Args:
+        param: decides the layout.
+        dtype: of the result.
+        device: default that of `param`. Zeros on the CPU of a parameter on CUDA are in pinned memory.
+    """
+    elsewhere: dict[str, Any] = {}
+    if device not in (None, param.device):
+        elsewhere = {"device": device, "pin_memory": param.is_cuda}
+    result = torch.zeros_like(
+        param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False, **elsewhere
+    )
     if is_owned(param) and not is_owned(result):
         result.__class__ = type(param)  # so that a later comparison of layouts is the same on every rank
     return result
+
+
+def on_mesh_device(tensor: Tensor) -> Tensor:
+    """Return a DTensor on the device type of its mesh, where collectives work; offloaded state rests elsewhere."""
+    kind = cast("DTensor", tensor).device_mesh.device_type
+    return tensor if tensor.device.type == kind else tensor.to(kind)
 
 
 def same_layout(first: Tensor, second: Tensor) -> bool:
@@ -99,19 +128,20 @@ def same_layout(first: Tensor, second: Tensor) -> bool:
     )
 
 
-def copy_into_layout(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a new tensor that holds `value` in the layout, device and shape of `param`.
+def copy_into_layout(value: Tensor, param: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return a new tensor that holds `value` in the layout and shape of `param`.
 
     Collective when `value` is a DTensor in another layout than `param`.
 
     Args:
         value: a plain tensor with every element, or a DTensor; any dtype and device.
-        param: decides layout and device.
+        param: decides the layout.
         dtype: dtype of the result.
+        device: of the result; default that of `param`.
     """
     if is_dtensor(value) and not same_layout(value, param):
-        value = cast("DTensor", value).full_tensor()
-    result = zeros_in_layout(param, dtype)
+        value = cast("DTensor", on_mesh_device(value)).full_tensor()
+    result = zeros_in_layout(param, dtype, device)
     destination = local_tensor(result)
     source = local_tensor(value) if is_dtensor(value) else local_part(value.to(destination.device), param)
     if destination.numel():
