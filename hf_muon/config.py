@@ -28,6 +28,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "stochastic_rounding": ("auto", "true", "false"),
 }
 _NOT_YET = {"matrix_split": ("per_head",)}
+_RATES = ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay", "eps")
 _ALIASES = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
@@ -68,7 +69,9 @@ class MuonConfig:
     )
     fused_adam: str | bool = _option("auto", "fused AdamW where the device has it, else foreach")
     matrix_split: str = _option("auto", "none; fused: QKV and gate-up split into their matrices; auto = fused")
-    qk_clip: float | None = _option(None, "MuonClip threshold on the attention logit")
+    qk_clip: float | None = _option(
+        None, "MuonClip: threshold on the attention logit of a head, for instance 100; off"
+    )
     dmuon: str = _option("auto", "dedicated owners under FSDP2: auto, z2, z3 or off")
     momentum_dtype: str = _option(
         "float32", "dtype the momentum rests in: float32, or bfloat16 rounded stochastically"
@@ -78,6 +81,7 @@ class MuonConfig:
         "auto", "true: bfloat16 weights without a float32 master are rounded stochastically; auto: to nearest, warns"
     )
     rounding_seed: int = _option(0, "seed of stochastic rounding, the same on all ranks")
+    diagnostics: int = _option(0, "every so many steps, log update sizes, orthogonality, stable rank, largest logit")
     normuon: bool = _option(False, "NorMuon: bring the rows of the orthogonalized update to one size")
     normuon_beta2: float = _option(0.95, "decay of NorMuon's second moment per row, in [0, 1)")
     include: tuple[str, ...] = _option((), "regexes on parameter names that must be on Muon")
@@ -95,6 +99,7 @@ class MuonConfig:
         object.__setattr__(self, "ns_coefficients", _normalise_coefficients(self.ns_coefficients))
         self._check_choices()
         self._check_numbers()
+        self._check_rows()
         self._check_patterns()
 
     # ------------------------------------------------------------------ construction
@@ -181,37 +186,30 @@ class MuonConfig:
                 raise NotImplementedError(
                     f"{name}={value} is not available in this version. Use {name}={' or '.join(usable)}."
                 )
-        if self.qk_clip is not None:
-            raise NotImplementedError(f"qk_clip={self.qk_clip} is not available in this version. Leave qk_clip out.")
 
     def _check_numbers(self) -> None:
-        for name in ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay", "eps"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number; got {value!r}.")
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and not negative; got {value!r}.")
+        for name in (*_RATES, "qk_clip"):
+            if (value := getattr(self, name)) is not None:
+                _check_number(name, value)
+                if not (math.isfinite(value) and value >= 0):
+                    raise ValueError(f"{name} must be finite and not negative; got {value!r}.")
+        if self.qk_clip == 0:
+            raise ValueError("qk_clip must be above 0; got 0. Leave it out, or set it to off.")
         for name in ("momentum", "normuon_beta2"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number; got {value!r}.")
+            _check_number(name, value := getattr(self, name))
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} must lie in [0, 1); got {value!r}.")
         for name in ("nesterov", "normuon"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false; got {getattr(self, name)!r}.")
-        for name, least in (("ns_steps", 1), ("rounding_seed", 0)):
+        for name, least in (("ns_steps", 1), ("rounding_seed", 0), ("diagnostics", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}.")
-        self._check_series()
-
-    def _check_series(self) -> None:
         if self.betas is not None and (len(self.betas) != 2 or not all(0.0 <= b < 1.0 for b in self.betas)):
             raise ValueError(f"betas must be two numbers in [0, 1); got {self.betas!r}.")
 
+    def _check_rows(self) -> None:
         rows = self.ns_coefficients
         if not isinstance(rows, str) and 1 < len(rows) < self.ns_steps:
             raise ValueError(
@@ -291,6 +289,11 @@ def nearest(word: object, known: Sequence[str]) -> str:
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number; got {value!r}.")
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:

@@ -122,11 +122,10 @@ def muon_update_(
     """
     variants = variants or StepVariants()
     batches = list(_batches(entries, max_batch_bytes))
-    if batches:
-        variants.momentum.fetch(batches[0])
-    for batch, following in zip(batches, [*batches[1:], []], strict=True):
+    variants.momentum.fetch(batches[0] if batches else [])
+    for index, batch in enumerate(batches):
         updates = [_momentum_update_(entry, options, skip, variants.momentum) for entry in batch]
-        variants.momentum.fetch(following)
+        variants.momentum.fetch(batches[index + 1] if index + 1 < len(batches) else [])
         matrices = [entry.view.matrices(update) for entry, update in zip(batch, updates, strict=True)]
         flat = newton_schulz_many(
             [matrix for group in matrices for matrix in group],

@@ -99,6 +99,20 @@ def split_group(group: dict[str, Any], config: MuonConfig) -> list[dict[str, Any
     return result
 
 
+def check_lengths(groups: Iterable[dict[str, Any]]) -> None:
+    """Check that every list of a group has one entry per parameter.
+
+    Raises:
+        ValueError: one has not.
+    """
+    for group in groups:
+        for key in ("param_names", "matrix_views"):
+            if key in group and len(group[key]) != len(group["params"]):
+                raise ValueError(
+                    f"{key} must have one entry per parameter; got {len(group[key])} for {len(group['params'])}."
+                )
+
+
 def label_of(group: dict[str, Any], group_index: int, index: int) -> str:
     """Return the name of a parameter for messages: its FQN, or its place."""
     names = group.get("param_names")

@@ -13,14 +13,16 @@ from torch import Tensor
 from ..config import MuonConfig, coerce_options
 from .adam_step import step_adamw_
 from .auxiliary_adam import has_fused_adamw, use_fused
+from .diagnostics import StepDiagnostics
 from .finite_guard import DeviceSkip, FiniteReducer, HostSkip, SkipPolicy, StepGuard, named_gradients
 from .functional import MuonEntry, MuonOptions, muon_update_
-from .group_layout import as_groups, label_of, split_group
+from .group_layout import as_groups, check_lengths, label_of, split_group
 from .momentum_storage import settle_copies
 from .normuon import add_row_statistics
 from .notices import logger, shorten, warn_once
 from .owned_state import come_to_rest, in_standard_layout
 from .parameter_state import adapt_state, fits, has_values, new_state, saved_state
+from .qk_clip import QKClip, ready_clip
 from .rounding import STEP_KEY, warn_about_low_precision
 from .state_loading import LoadPlan, make_plain, plan_load
 from .state_spec import ROW_STATISTICS, StateSpec, spec_of
@@ -41,6 +43,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         finite_reducer: optional function that makes the 0/1 "some gradient is not finite" tensor agree over ranks;
             without one it is agreed over the meshes of DTensor parameters. Not pickled.
         track_update_rms: record what `update_rms()` needs; off by default.
+        qk_clip: clips attention logits after the step, see `attach_qk_clip`. Not pickled.
         skip_on_device: decide about non-finite gradients without waiting for the device; None chooses it on CUDA
             whenever AdamW is fused there. Set it before the first step.
 
@@ -57,6 +60,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     """
 
     finite_reducer: FiniteReducer | None = None
+    qk_clip: QKClip | None = None
     track_update_rms: bool = False
     skip_on_device: bool | None = None
     _checked_precision: bool = False
@@ -218,16 +222,20 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._synchronize_state()
         grads = named_gradients((label, param) for label, param, _ in self._labelled_params())
         self._sizes = UpdateSize()
+        self._diagnostics.begin_step()
+        clip = ready_clip(self._config, self.qk_clip)
         params = [param for _, param, _ in self._labelled_params()]
         verdict = self._guard.judge(grads, params, self.finite_reducer, self._choose_policy)
         if not verdict.skip:
             self._warn_about_low_precision()
             for index, group in enumerate(self.param_groups):
-                labels = [label_of(group, index, place) for place in range(len(group["params"]))]
-                (self._step_muon if group["use_muon"] else self._step_adam)(group, labels, verdict.mask)
+                (self._step_muon if group["use_muon"] else self._step_adam)(index, group, verdict.mask)
+        if clip is not None:
+            clip.apply_(((label, param) for label, param, _ in self._labelled_params()), verdict)
         return loss
 
-    def _step_muon(self, group: dict[str, Any], labels: list[str], mask: Tensor | None) -> None:
+    def _step_muon(self, index: int, group: dict[str, Any], mask: Tensor | None) -> None:
+        labels = [label_of(group, index, place) for place in range(len(group["params"]))]
         states = [self.state[param] for param in group["params"]]
         entries = [
             MuonEntry(param, param.grad, state["momentum_buffer"], view, label, state.get(ROW_STATISTICS))
@@ -242,15 +250,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
         for entry in entries:
             self._sizes.expect_muon(entry.param)
-        squares = self._sizes.muon_squares if self.track_update_rms else None
-        variants = muon_variants(self._config, group)
+        self._diagnostics.choose(entries)
+        squares: list[Tensor] | None = [] if self.track_update_rms or self._diagnostics.due else None
+        variants = muon_variants(self._config, group, self._diagnostics)
         muon_update_(entries, MuonOptions.from_group(group), skip=mask, squares=squares, variants=variants)
+        self._sizes.muon_squares += squares or []
+        self._diagnostics.add_muon(index, squares or [], entries)
 
-    def _step_adam(self, group: dict[str, Any], labels: list[str], mask: Tensor | None) -> None:
-        names = dict(zip(group["params"], labels, strict=True))
+    def _step_adam(self, index: int, group: dict[str, Any], mask: Tensor | None) -> None:
+        names = {param: label_of(group, index, place) for place, param in enumerate(group["params"])}
         for param in step_adamw_(group, self.state, names, self._fused, step_rounding(self._config, group), mask):
             if self.track_update_rms:
                 self._sizes.add_adam(param, self.state[param], group)
+            self._diagnostics.add_adam(index, param, self.state[param], group)
 
     # ------------------------------------------------------------------ non-finite gradients
 
@@ -271,14 +283,18 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """
         if not self.track_update_rms:
             return {}
-        halves = {bool(group["use_muon"]) for group in self.param_groups}
-        skipped = self.last_step_skipped
-        result = {}
-        if True in halves:
-            result["muon"] = 0.0 if skipped else self._sizes.muon_rms()
-        if False in halves:
-            result["adamw"] = 0.0 if skipped else self._sizes.adam_rms()
-        return result
+        return self._sizes.by_half({group["use_muon"] for group in self.param_groups}, self.last_step_skipped)
+
+    def diagnostics(self) -> dict[str, float]:
+        """Return what `diagnostics=N` collected since the last call (see `StepDiagnostics.take`); reads the device.
+
+        With `qk_clip` also `max_attention_logit`: the largest of all heads and ranks, before the step. Empty where no
+        step was due.
+        """
+        found = self._diagnostics.take()
+        if found and self.qk_clip is not None and self.qk_clip.largest is not None:
+            found["max_attention_logit"] = float(self.qk_clip.largest)
+        return found
 
     def _choose_policy(self) -> SkipPolicy:
         on_device = self.skip_on_device
@@ -327,12 +343,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 fitting = fitting and fits(param, self.state.get(param) or {}, group["use_muon"], self._spec)
         if fitting and count == sum(isinstance(key, Tensor) for key in self.state):
             return
-        for group in self.param_groups:
-            for key in ("param_names", "matrix_views"):
-                if key in group and len(group[key]) != len(group["params"]):
-                    raise ValueError(
-                        f"{key} must have one entry per parameter; got {len(group[key])} for {len(group['params'])}."
-                    )
+        check_lengths(self.param_groups)
         old = dict(self.state)
         restarted: list[str] = []
         for label, param, group in self._labelled_params():
@@ -365,6 +376,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for name, make in {"_config": MuonConfig, "_guard": StepGuard, "_known": dict, "_sizes": UpdateSize}.items():
             if name not in self.__dict__:
                 self.__dict__[name] = make()
+        self._diagnostics = StepDiagnostics(self._config.diagnostics)
 
     def __getstate__(self) -> dict[str, Any]:
         settle_copies()

@@ -27,6 +27,11 @@ class UpdateSize:
         """Note an AdamW parameter that took part; its step is computed from its state only when asked for."""
         self._adam.append((param, state, group, float(group["lr"])))
 
+    def by_half(self, halves: set[bool], skipped: bool) -> dict[str, float]:
+        """Return the RMS of each half that the optimizer has; zeros after a skipped step."""
+        sizes = {"muon": (True, self.muon_rms), "adamw": (False, self.adam_rms)}
+        return {name: 0.0 if skipped else size() for name, (half, size) in sizes.items() if half in halves}
+
     def muon_rms(self) -> float:
         """Return the RMS per element of this rank's part of the Muon step, weight decay aside."""
         total = sum(float(square) for square in self.muon_squares)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import MuonConfig
+from .diagnostics import StepDiagnostics
 from .functional import StepVariants
 from .momentum_storage import MomentumStore, RestingMomentum
 from .rounding import Rounding, rounding_of
@@ -22,12 +23,13 @@ def step_rounding(config: MuonConfig, group: dict[str, Any]) -> Rounding | None:
     return rounding_of(group, config.rounding_seed) if uses_random_bits(config) else None
 
 
-def muon_variants(config: MuonConfig, group: dict[str, Any]) -> StepVariants:
-    """Return what the step of a Muon group does beyond plain Muon."""
+def muon_variants(config: MuonConfig, group: dict[str, Any], diagnostics: StepDiagnostics) -> StepVariants:
+    """Return what the step of a Muon group does beyond plain Muon; counts the step of `group` for random bits."""
     rounding, spec = step_rounding(config, group), spec_of(config)
     resting = spec.low_precision_momentum or spec.offload
     return StepVariants(
         momentum=RestingMomentum(rounding) if resting else MomentumStore(),
         rounding=rounding if config.stochastic_rounding == "true" else None,
         normuon_beta2=config.normuon_beta2 if config.normuon else None,
+        observe=diagnostics.observe if diagnostics.due else None,
     )

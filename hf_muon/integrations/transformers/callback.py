@@ -23,7 +23,7 @@ class MuonCallback(TrainerCallback):
     Adds to each training log entry `muon_lr`, `adam_lr`, `muon_update_rms`, `adam_update_rms` and `skipped_steps`,
     in place and before the callbacks of trackers run. Learning rates are those the last step used, as
     `learning_rate` is. Update sizes are of this rank's part of the last step, weight decay aside; they are measured
-    only in steps that end in a log entry.
+    only in steps that end in a log entry. With `diagnostics=N` an entry that follows such a step also has `diag_*`.
     """
 
     def __init__(self) -> None:
@@ -55,6 +55,7 @@ class MuonCallback(TrainerCallback):
             sizes = self._optimizer.update_rms()
             names = {"muon": "muon_update_rms", "adamw": "adam_update_rms"}
             values = {**self._rates, **{names[half]: float(size) for half, size in sizes.items()}, **values}
+            values |= {f"diag_{name}": value for name, value in self._optimizer.diagnostics().items()}
         values = {key: value for key, value in values.items() if math.isfinite(value)}  # JSON has no NaN
         logs.update(values)
         if state.log_history:

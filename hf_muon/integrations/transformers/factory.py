@@ -13,6 +13,7 @@ from torch import nn
 from ...config import DEFAULT_BETAS, DEFAULT_EPS, MuonConfig, parse_key_values
 from ...optim import MuonWithAuxAdam
 from ...param_groups import ParameterRow, apply_tags, build_param_groups, check_coverage, explain_parameters
+from .attention_logits import attach_qk_clip
 from .backends import Backend, check_supported, detect_backend
 from .trainer_options import asks_for_dmuon, config_from_options
 
@@ -53,7 +54,8 @@ class OptimizerFactory:
 
         Raises:
             ValueError, TypeError: a wrong option, nothing to train, nothing on Muon.
-            NotImplementedError: a kind of parallelism or parameter that this version does not train.
+            NotImplementedError: a kind of parallelism or parameter that this version does not train; attention that
+            `qk_clip` cannot rescale.
         """
         if asks_for_dmuon(training_args):
             options = {**parse_key_values(training_args.optim_args or ""), **options}
@@ -80,6 +82,8 @@ class OptimizerFactory:
             build_param_groups(rows, model, muon=_muon_options(config), adamw=_adamw_options(config)), config
         )
         _routing[optimizer] = rows
+        if config.qk_clip is not None:
+            attach_qk_clip(model, optimizer)
         return optimizer
 
 

@@ -184,8 +184,8 @@ def test_case_15_bfloat16_weights_move_as_float32_ones_in_the_mean_only_with_sto
     assert float((first_step["muon"] != 0).double().mean()) < 0.15
     for key, (wanted,) in exact.items():
         mean, energy = random[key].mean(dim=0), wanted.square().sum()
-        # Rounding a step of size d between neighbours s apart has variance d (s - d). Elements of Muon's step are within
-        # three times their RMS of 0.2 lr, those of AdamW's within 1.5 lr.
+        # Rounding a step of size d between neighbours s apart has variance d (s - d). Elements of Muon's step are
+        # within three times their RMS of 0.2 lr, those of AdamW's within 1.5 lr.
         spacing = 2.0 ** (start[key].double().abs().log2().floor() - 7)
         variance = steps * spacing * 2e-5 * {"muon": 0.6, "adamw": 1.5}[key]
         deviation = float((wanted.square() * variance / copies).sum().sqrt() / energy)
