@@ -4,13 +4,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import hf_muon
 from hf_muon.distributed import runtime_of
+from hf_muon.integrations.transformers.attention_logits import attach_qk_clip
 from hf_muon.optim.state_spec import ROW_STATISTICS
 from tests.distributed import models
 from tests.distributed.test_optimizer import OPTIONS, TIGHT, gap_to_one_process
+from tests.support.trainer_runs import tiny_llama
 from tests.support.worker_pool import run_on_ranks
 
 
@@ -74,3 +78,62 @@ def test_every_variant_resumes_to_the_bit_through_the_standard_layout(seed):
         assert same and moved
         assert shapes == {(rows, 1) for rows in (models.HIDDEN, models.INTER, 3)}
         assert dtypes == {torch.bfloat16}
+
+
+THRESHOLD = 20.0
+
+
+def exploding():
+    model = tiny_llama(3).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(60.0)
+    hf_muon.tag_parameters(model)
+    return model
+
+
+def token_batch(seed, rank, step):
+    return torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed % 2**31 + 100 * step + rank))
+
+
+def clip_on_owners(seed, z3):
+    model = exploding()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    with hf_muon.dedicate_params(model, mesh, reshard_after_forward=z3):
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = hf_muon.MuonWithAuxAdam(model.named_parameters(), **OPTIONS, qk_clip=THRESHOLD)
+    attach_qk_clip(model, optimizer)
+    largest = []
+    for step in range(3):
+        ids = token_batch(seed, dist.get_rank(), step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        largest.append(float(optimizer.qk_clip.largest))
+    return models.whole_state(model), largest
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+def test_qk_clip_on_owners_equals_one_process(seed, z3):
+    """The largest logit is over both ranks' batches; only the owner rescales its rows."""
+    model = exploding()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = hf_muon.MuonWithAuxAdam(model.named_parameters(), **OPTIONS, qk_clip=THRESHOLD)
+    attach_qk_clip(model, optimizer)
+    wanted = []
+    for step in range(3):
+        for rank in range(2):
+            ids = token_batch(seed, rank, step)
+            (model(input_ids=ids, labels=ids).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(optimizer.qk_clip.largest))
+    assert wanted[0] > 3 * THRESHOLD
+    end = {name: p.detach().clone() for name, p in model.named_parameters()}
+    results = run_on_ranks(2, clip_on_owners, seed, z3)
+    for state, largest in results:
+        assert largest == pytest.approx(wanted, rel=1e-4)  # later logits follow weights that differ in the last bits
+        assert models.distance(start, end, state) <= TIGHT
