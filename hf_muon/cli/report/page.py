@@ -14,6 +14,7 @@ import yaml
 
 from ..recipe.schema import Recipe
 from . import figures, sections
+from .diagnostics import diagnostics_panel
 from .wording import cautions, verdict
 
 logger = logging.getLogger("hf_muon.cli.report")
@@ -53,6 +54,7 @@ def render(recipe: Recipe, document: Mapping[str, Any]) -> str:
         seeds=figures.seed_strip(document),
         cost=sections.cost_bars(document),
         memory=sections.memory_bars(document),
+        diagnostics=diagnostics_panel(document),
         routing=sections.routing(document),
         shows=_items(recipe.shows),
         limits=_items([*recipe.does_not_show, *cautions(document)]),

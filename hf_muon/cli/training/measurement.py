@@ -69,6 +69,7 @@ class RunWatch(TrainerCallback):
         self.loss: list[float] = []
         self.step_seconds: list[float] = []
         self.curve: list[dict[str, float]] = []
+        self.diagnostics: list[dict[str, float]] = []
         self.optimizer_seconds = 0.0
         self.peak_memory_bytes = 0
         self.state_bytes = 0
@@ -107,7 +108,9 @@ class RunWatch(TrainerCallback):
             self._paused += time.perf_counter() - paused
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keep the loss of the step."""
+        """Keep the loss of the step, and what the optimizer tells about itself."""
+        if found := {key.removeprefix("diag_"): logs[key] for key in logs or {} if key.startswith("diag_")}:
+            self.diagnostics.append({"step": state.global_step, **found})
         if logs and "loss" in logs:
             self.loss.append(logs["loss"])
             self._on_step(state.global_step, logs["loss"])

@@ -143,6 +143,8 @@ def train_once(
         "optimizer_state_bytes": watch.state_bytes,
         "initial_weights": digest,
     }
+    if watch.diagnostics:
+        result["diagnostics"] = watch.diagnostics
     del trainer, model
     gc.collect()
     return result
