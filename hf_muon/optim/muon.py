@@ -166,7 +166,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state by parameter name where both sides have names, else by position.
 
-        Order, grouping and number of parameters may differ when names are there. Momentum is cast to float32,
+        Order, grouping and number of parameters may differ when names are there. Momentum is cast to its dtype,
         values are copied, learning rates come from the matching saved group. See `plan_load` for the rules. Load
         hooks registered by others see the checkpoint as it is, before it is matched.
 
@@ -336,11 +336,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _synchronize_state(self) -> None:
         """Give every parameter fitting state and drop that of parameters which are gone; cheap when all is well."""
-        count, fitting = 0, True
+        count, fitting, spec = 0, True, self._spec
         for group in self.param_groups:
             for param in group["params"]:
                 count += 1
-                fitting = fitting and fits(param, self.state.get(param) or {}, group["use_muon"], self._spec)
+                fitting = fitting and fits(param, self.state.get(param) or {}, group["use_muon"], spec)
         if fitting and count == sum(isinstance(key, Tensor) for key in self.state):
             return
         check_lengths(self.param_groups)
@@ -348,9 +348,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         restarted: list[str] = []
         for label, param, group in self._labelled_params():
             state = old.get(param) or old.get(self._known.get(label, param)) or {}
-            if param in old and fits(param, state, group["use_muon"], self._spec):
+            if param in old and fits(param, state, group["use_muon"], spec):
                 continue
-            kind = (group["use_muon"], self._fused(param), self._spec)
+            kind = (group["use_muon"], self._fused(param), spec)
             carried = adapt_state(param, state, *kind) if state else None
             if state and carried is None and has_values(state):
                 restarted.append(label)
