@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """MuonClip: after a step, shrink the query and key rows of heads whose largest attention logit passed a threshold.
 
-A head h with the largest logit S_h over the batch gets gamma_h = min(1, tau / S_h), and its logits are to shrink by
-gamma_h. Where queries and keys both belong to the head, each takes sqrt(gamma_h). Where one side is shared by several
-heads it stays as it is and the other side takes all of gamma_h: the rotary part of multi-head latent attention, as the
-paper does, and, by the same rule, the keys of grouped-query attention. So heads under the threshold never change.
+A head h with the largest logit S_h over the batch gets gamma_h = min(1, AIM tau / S_h), and its logits are to shrink
+by gamma_h. (The paper has no AIM: its logits end above the threshold by what the step adds.) Where queries and keys
+both belong to the head, each takes sqrt(gamma_h). Where one side is shared by several heads it stays as it is and the
+other side takes all of gamma_h: the rotary part of multi-head latent attention, as the paper does, and, by the same
+rule, the keys of grouped-query attention. So heads under the threshold never change.
 
 References: Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
 """
@@ -21,6 +22,8 @@ from torch import Tensor
 from ..config import MuonConfig
 from .finite_guard import Verdict
 from .tensor_layout import local_part, local_tensor
+
+AIM = 0.99  # leaves room for the step itself, which S_h was measured before, and for the rounding of the weights
 
 
 @dataclass(frozen=True)
@@ -116,10 +119,11 @@ class QKClip:
                 scale_rows_(by_name, rows, gamma)
 
     def _gamma(self, largest: Tensor, mask: Tensor | None) -> Tensor:
-        over = (largest > self._threshold) & largest.isfinite()
+        aim = AIM * self._threshold
+        over = (largest > aim) & largest.isfinite()
         if mask is not None:
             over = over & ~mask.to(over.device)
-        return torch.where(over, self._threshold / largest, 1.0)
+        return torch.where(over, aim / largest, 1.0)
 
 
 def scale_rows_(by_name: Mapping[str, Tensor], rows: HeadRows, gamma: Tensor) -> None:

@@ -53,6 +53,11 @@ def test_largest_logits_equal_the_whole_matrix(monkeypatch, kv_heads, chunk_byte
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+def clipped(before):
+    """Heads come one percent below the threshold, those that are there stay."""
+    return before.clamp(max=0.99 * THRESHOLD)
+
+
 def exploding(model_type="llama", how="eager", factor=60.0, **overrides):
     """A tiny model whose query and key projections were scaled until logits are in the hundreds."""
     torch.manual_seed(3)
@@ -89,7 +94,7 @@ def measured(monkeypatch, model, ids):
 
 @pytest.mark.parametrize("how", ["eager", "sdpa"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_the_largest_logit_after_the_step_is_at_the_threshold(monkeypatch, kv_heads, how) -> None:
+def test_every_head_above_the_threshold_comes_under_it_and_no_other_moves(monkeypatch, kv_heads, how) -> None:
     """One layer, so that what it attends to does not change; the weights of the step itself move by nothing."""
     model = exploding(how=how, num_key_value_heads=kv_heads, num_hidden_layers=1)
     ids = torch.randint(0, 64, (2, 24))
@@ -99,22 +104,23 @@ def test_the_largest_logit_after_the_step_is_at_the_threshold(monkeypatch, kv_he
     step(model, hf_muon.OptimizerFactory()(model, lr=0.0, qk_clip=THRESHOLD), ids)
     step(free, hf_muon.OptimizerFactory()(free, lr=0.0), ids)
     after = measured(monkeypatch, model, ids)
-    # Every head by its own factor: over the threshold exactly to it, under it unchanged, up to fp32 rounding.
-    torch.testing.assert_close(after, before.clamp(max=THRESHOLD), rtol=1e-5, atol=1e-5)
+    # Every head by its own factor, up to fp32 rounding.
+    torch.testing.assert_close(after, clipped(before), rtol=1e-5, atol=1e-5)
     assert torch.equal(measured(monkeypatch, free, ids), before)
 
 
-def test_training_brings_an_exploding_model_under_the_threshold_and_not_without(monkeypatch) -> None:
-    """Three layers: clipping one changes what the next attends to, so the last is there a step or two later."""
+@pytest.mark.parametrize(("layers", "steps"), [(1, 1), (3, 4)])
+def test_an_exploding_model_is_under_the_threshold_after_the_step_and_not_without(monkeypatch, layers, steps) -> None:
+    """Clipping one layer changes what the next attends to: with three layers the last is there some steps later."""
     ids = torch.randint(0, 64, (2, 24))
     largest = {}
     for threshold in (THRESHOLD, None):
-        model = exploding(num_hidden_layers=3)
+        model = exploding(num_hidden_layers=layers)
         optimizer = hf_muon.OptimizerFactory()(model, lr=1e-4, qk_clip=threshold)
-        for _ in range(4):
+        for _ in range(steps):
             step(model, optimizer, ids)
         largest[threshold] = float(measured(monkeypatch, model, ids).max())
-    assert largest[THRESHOLD] <= THRESHOLD * 1.01  # the fourth step itself moves the weights by 1e-4
+    assert largest[THRESHOLD] <= THRESHOLD
     assert largest[None] > 3 * THRESHOLD
 
 
@@ -152,7 +158,7 @@ def test_latent_attention_scales_by_parts_and_leaves_the_shared_rotary_keys(q_lo
     finally:
         attention_logits.largest_logits = original
     assert float(seen[0].max()) > THRESHOLD
-    torch.testing.assert_close(seen[1], seen[0].clamp(max=THRESHOLD), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(seen[1], clipped(seen[0]), rtol=1e-5, atol=1e-5)
     attention = model.model.layers[0].self_attn
     values = attention.kv_b_proj.weight.view(4, attention.qk_nope_head_dim + attention.v_head_dim, -1)
     old = before["model.layers.0.self_attn.kv_b_proj.weight"].view_as(values)
@@ -170,7 +176,7 @@ def test_biases_of_queries_and_keys_are_scaled_too(monkeypatch) -> None:
     before = measured(monkeypatch, model, ids)
     step(model, hf_muon.OptimizerFactory()(model, lr=0.0, qk_clip=THRESHOLD), ids)
     after = measured(monkeypatch, model, ids)
-    torch.testing.assert_close(after, before.clamp(max=THRESHOLD), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(after, clipped(before), rtol=1e-5, atol=1e-5)
 
 
 def test_accumulation_counts_every_micro_batch_and_evaluation_none(monkeypatch) -> None:
