@@ -225,6 +225,9 @@ def test_averages_of_stochastically_rounded_weights_are_float32(make_model, give
         ("rounding_seed=-1", "rounding_seed must be a whole number of at least 0; got -1"),
         ("normuon_beta2=1", r"normuon_beta2 must lie in \[0, 1\); got 1.0"),
         ("offload=disk", "offload must be one of none, cpu; got 'disk'"),
+        ("qk_clip=0", "qk_clip must be above 0; got 0. Leave it out"),
+        ("qk_clip=-3", "qk_clip must be finite and not negative; got -3.0"),
+        ("diagnostics=-1", "diagnostics must be a whole number of at least 0; got -1"),
     ],
 )
 def test_wrong_options_are_named(text, sentence) -> None:
