@@ -62,8 +62,3 @@ def wrap_save_state(around: Callable[..., Any]) -> None:
     from accelerate.accelerator import Accelerator
 
     _wrap_method(Accelerator, "save_state", around)
-
-
-def accelerator_models(accelerator: Any) -> list[Any]:
-    """Return the models that an Accelerator has prepared; it offers no public list."""
-    return list(accelerator._models)

@@ -60,6 +60,7 @@ class ReplicaOwners:
         self._parcels = pack_parcels(plan.owners, [p.numel() for p in parameters], dtypes)
         self._norm_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._expects_reduction = self._has_delivered = False
+        self._hidden: list[tuple[nn.Parameter, OwnedGradient]] = []
         self._carried: dict[int, Content] = {}  # gradients of earlier backward passes of the same step
         reference = weakref.ref(self)
 
@@ -72,6 +73,7 @@ class ReplicaOwners:
         reduced = [p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
         self._handles = [parameter.register_hook(on_gradient) for parameter in reduced if parameter.requires_grad]
         self._handles.append(ddp.register_forward_pre_hook(without_dynamo(self._before_forward)))
+        self._handles.append(ddp.register_forward_hook(without_dynamo(self._after_forward), always_call=True))
 
     @property
     def position(self) -> int:
@@ -140,6 +142,16 @@ class ReplicaOwners:
             self.is_active = True
             for callback in self.on_start:
                 callback()
+        if ddp.gradient_as_bucket_view:  # DDP may lay its buckets out anew here, and then writes to every `.grad`
+            for parameter in self.parameters:
+                if isinstance(parameter.grad, OwnedGradient):
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def _after_forward(self, *_: Any) -> None:
+        hidden, self._hidden = self._hidden, []
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
 
     @torch.no_grad()
     def reduce_bucket(self, bucket: Any) -> torch.futures.Future:

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..._compat_ddp import accelerator_models
 from .prepare import muon_optimizers
+
+# DDP modules that an Accelerator made, in that order: it keeps only the models inside.
+_WRAPPED: weakref.WeakKeyDictionary[Any, list[weakref.ref[DistributedDataParallel]]] = weakref.WeakKeyDictionary()
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
@@ -18,13 +22,15 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **option
     Collective where a `MuonWithAuxAdam` and its model are both prepared, in one call or in two.
     """
     result = original(accelerator, *args, **options)
-    optimizers = muon_optimizers(accelerator)
-    if optimizers:
-        for model in accelerator_models(accelerator):
-            for ddp in (module for module in model.modules() if isinstance(module, DistributedDataParallel)):
-                for optimizer in optimizers:
-                    if optimizer.has_matrices_in(ddp):
-                        optimizer.dedicate_matrices(ddp)
+    wrapped = _WRAPPED.setdefault(accelerator, [])
+    for item in result if isinstance(result, tuple) else (result,):
+        if isinstance(item, nn.Module):
+            wrapped += [weakref.ref(ddp) for ddp in item.modules() if isinstance(ddp, DistributedDataParallel)]
+    for optimizer in muon_optimizers(accelerator):
+        for reference in wrapped:
+            ddp = reference()
+            if ddp is not None and optimizer.has_matrices_in(ddp):
+                optimizer.dedicate_matrices(ddp)
     return result
 
 
