@@ -245,7 +245,9 @@ def _make_plan(
     for matrix in detached:
         parameter = matrix.parameter
         dtype = placement.master_dtype or parameter.dtype
-        rows.append(Matrix(matrix.name, tuple(parameter.shape), homes[matrix.name], ns_cost(parameter), dtype.itemsize))
+        rows.append(
+            Matrix(matrix.name, tuple(parameter.shape), homes[matrix.name], ns_cost(parameter), dtype.itemsize)
+        )
     dtypes = sorted({str(matrix.parameter.dtype) for matrix in detached})
     return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=f"{placement} {dtypes}")
 

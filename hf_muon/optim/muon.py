@@ -131,9 +131,7 @@ class MuonWithAuxAdam(SharedWork, torch.optim.Optimizer):
         self._synchronize_state()
         for label, param, group in self._labelled_params():
             if label in names:
-                self.state[param] = new_state(
-                    param, group["use_muon"], self._fused(param), self._is_elsewhere(param)
-                )
+                self.state[param] = new_state(param, group["use_muon"], self._fused(param), self._is_elsewhere(param))
         self._guard.reset_policy()
 
     def state_dict(self) -> dict[str, Any]:

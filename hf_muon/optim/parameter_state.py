@@ -49,9 +49,7 @@ def fits(param: Tensor, state: State, use_muon: bool, elsewhere: bool = False) -
     return True
 
 
-def adapt_state(
-    param: Tensor, state: State, use_muon: bool, fused: bool, elsewhere: bool = False
-) -> State | None:
+def adapt_state(param: Tensor, state: State, use_muon: bool, fused: bool, elsewhere: bool = False) -> State | None:
     """Return the old state for a replaced or moved parameter, or None where it cannot be carried over.
 
     It is carried when shape and layout are the same and the values exist; another device is fine.

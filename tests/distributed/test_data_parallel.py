@@ -28,7 +28,10 @@ CASES = {
     "unused on one rank": {"skips": (1, None), "ddp": {"find_unused_parameters": True}},
     "unused everywhere": {"skips": (1, 1), "clip": 0.1, "ddp": {"find_unused_parameters": True}},
     "unused, synchronized twice": {
-        "skips": (1, 1), "micro": 2, "sync_each": True, "ddp": {"find_unused_parameters": True}
+        "skips": (1, 1),
+        "micro": 2,
+        "sync_each": True,
+        "ddp": {"find_unused_parameters": True},
     },
     "static graph": {"ddp": {"static_graph": True}},
     "views": {"clip": 0.1, "ddp": {"gradient_as_bucket_view": True}},

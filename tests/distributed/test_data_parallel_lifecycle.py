@@ -183,7 +183,9 @@ def test_an_owned_gradient_answers_alike_everywhere_and_refuses_the_rest_by_name
         for what, message in found["messages"].items():
             assert f".grad must not be used in {what}: under DDP only its owner, rank" in message, (what, message)
             assert "dmuon=off keeps whole gradients everywhere" in message
-        assert f"{name}.grad must not be used in abs: under DDP only its owner, rank {owner}" in found["messages"]["abs"]
+        assert (
+            f"{name}.grad must not be used in abs: under DDP only its owner, rank {owner}" in found["messages"]["abs"]
+        )
 
 
 def unreduced(seed):

@@ -89,7 +89,7 @@ def raw_loop(folder, order="together", seed=0, load=None, steps=6, save_after=No
         start = save_after
     if accumulation > 1:
         data = [piece for tokens in data for piece in tokens.chunk(accumulation)]
-    losses, norms = train_loop(accelerator, model, optimizer, data[start:save_after if load is None else None])
+    losses, norms = train_loop(accelerator, model, optimizer, data[start : save_after if load is None else None])
     if save_after is not None and load is None:
         accelerator.save_state(folder)
         more = train_loop(accelerator, model, optimizer, data[save_after:])
