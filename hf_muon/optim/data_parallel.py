@@ -192,7 +192,8 @@ class SharedWork:
         if is_plain and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             inform_once(
                 "Every rank orthogonalizes every matrix: right, but repeated work. Under DistributedDataParallel build"
-                " the optimizer as hf_muon.OptimizerFactory()(ddp_model), or call optimizer.dedicate_matrices(ddp_model)."
+                " the optimizer as hf_muon.OptimizerFactory()(ddp_model), or call"
+                " optimizer.dedicate_matrices(ddp_model)."
             )
 
     # ------------------------------------------------------------------ inner workings

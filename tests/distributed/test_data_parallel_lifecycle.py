@@ -65,7 +65,7 @@ def momenta(state):
 
 def test_one_rank_alone_gets_state_after_consolidation_and_an_error_before(seed):
     first, second = run_on_ranks(2, state_on_rank_zero, seed)
-    fresh, alone, state, everywhere, held, later, _ = first
+    fresh, alone, state, everywhere, _, later, _ = first
     wanted = "must be gathered before state_dict(); it is on rank 1. Call optimizer.consolidate_state_dict(to=0)"
     assert wanted in alone and wanted in later and "it is on rank 0" in second[2]
     assert all(not value.any() and value.ndim >= 2 for value in momenta(fresh).values())
@@ -137,7 +137,7 @@ def test_wrapping_the_model_again_keeps_momentum(seed):
 
 
 def gradient_answers(seed):
-    net, model, optimizer = prepared(seed)
+    net, model, _ = prepared(seed)
     models.loss_of(model, models.batch(seed, dist.get_rank(), 0)).backward()
     rank, found = dist.get_rank(), {}
     if rank == 0:  # one rank alone may ask, again and again
@@ -145,7 +145,7 @@ def gradient_answers(seed):
     names = [name for name, p in net.named_parameters() if isinstance(p.grad, OwnedGradient)]
     gradients = {name: net.get_parameter(name).grad for name in names}
     assert sorted(names) == sorted(m.name for m in hf_muon.ownership(model).matrices)
-    for name, gradient in gradients.items():
+    for gradient in gradients.values():
         content = gradient.content
         assert (content.local is not None) == (content.owner == rank)
         assert torch.isfinite(gradient).all() and not gradient.isnan().any()
@@ -432,7 +432,7 @@ def test_parcels_are_bounded_and_owners_take_turns():
 
 
 def dies(seed):
-    net, model, optimizer = prepared(seed)
+    _, model, optimizer = prepared(seed)
     train(model, optimizer, seed, [0])
     if dist.get_rank() == 1:
         raise SystemError("gone")

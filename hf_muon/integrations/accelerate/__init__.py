@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dedicated owners under Accelerate's FSDP2 and DDP, for Trainer (nothing to set) and for raw loops (`DMuonPlugin`)."""
+"""Dedicated owners under Accelerate's FSDP2 and DDP, for Trainer (nothing to set) and raw loops (`DMuonPlugin`)."""
 
 from __future__ import annotations
 
