@@ -19,7 +19,7 @@ def empty_wrapper(subclass: type, like: Any) -> Any:
     """
     import torch
 
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(
         subclass, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
 
