@@ -315,7 +315,8 @@ def ownership(model: nn.Module) -> OwnershipPlan:
 def comm_stats(model: nn.Module, reset: bool = False) -> dict[str, int]:
     """Return the bytes that this rank handed to collectives since the last reset, by kind.
 
-    Kinds: `broadcast` (weights to the shard group, or to all replicas under DDP), `reduce` (gradients to their owner),
+    Kinds: `broadcast` (weights to the shard group, or to all replicas under DDP, where momentum gathered for a
+    checkpoint counts too), `reduce` (gradients to their owner),
     `all_reduce` (DDP: gradients without owner), `replicate_broadcast` and `replicate_reduce` (HSDP, the replicate
     group), `control` (comparison of plans, gradient norms under DDP).
     """

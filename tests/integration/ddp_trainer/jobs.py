@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of the DDP tests run: stock Trainer and raw Accelerate loops on tiny Llamas."""
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from transformers import TrainerCallback
@@ -97,8 +96,3 @@ def raw_loop(folder, order="together", seed=0, load=None, steps=6, save_after=No
     inner = accelerator.unwrap_model(model)
     weights = {name: value.detach().clone() for name, value in inner.named_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights, "owned": find_replica_owners(model) is not None}
-
-
-def accumulated_on_one_process(seed=0):
-    torch.manual_seed(seed)
-    return raw_loop(None, accumulation=1)
