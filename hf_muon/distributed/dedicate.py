@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from .._compat import fsdp_precision
-from ..orthogonalize import ns_flops
 from .collectives import Communicator, RankGrid
 from .hooks import attach_hooks
 from .owned import OwnedDTensor, OwnerLayout, own, own_parameter
-from .ownership import Matrix, OwnershipPlan, build_plan
+from .ownership import Matrix, OwnershipPlan, build_plan, ns_cost
 from .runtime import DMuonRuntime, find_runtime
 from .standard import from_rank_zero
 from .unit import OwnedMatrix, Unit
@@ -246,17 +245,11 @@ def _make_plan(
     for matrix in detached:
         parameter = matrix.parameter
         dtype = placement.master_dtype or parameter.dtype
-        rows.append(Matrix(matrix.name, tuple(parameter.shape), homes[matrix.name], _cost(parameter), dtype.itemsize))
+        rows.append(
+            Matrix(matrix.name, tuple(parameter.shape), homes[matrix.name], ns_cost(parameter), dtype.itemsize)
+        )
     dtypes = sorted({str(matrix.parameter.dtype) for matrix in detached})
     return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=f"{placement} {dtypes}")
-
-
-def _cost(parameter: nn.Parameter) -> int:
-    """Return the FLOPs of orthogonalizing one parameter, summed over the matrices that its view says it holds."""
-    shape = tuple(parameter.shape)
-    view = getattr(parameter, "muon_view", None)
-    parts = view.matrix_shapes(shape) if view is not None else [(shape[0] if len(shape) == 3 else 1, *shape[-2:])]
-    return sum(ns_flops(m, n, batch=batch) for batch, m, n in parts)
 
 
 def _own_all(

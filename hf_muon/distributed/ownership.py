@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..orthogonalize import ns_flops
+
 # Spreading a layer over different owners may cost this much balance before pure balance is preferred.
 SPREAD_TOLERANCE = 1.05
 
@@ -151,6 +153,14 @@ def build_plan(matrices: Sequence[Matrix], *, replicate: int = 1, shard: int = 1
     worst_packed = max(_loads(matrices, packed, ranks))
     owners = spread if worst_spread <= SPREAD_TOLERANCE * worst_packed else packed
     return OwnershipPlan(tuple(matrices), tuple(owners), replicate, shard, settings)
+
+
+def ns_cost(parameter: Any) -> int:
+    """Return the FLOPs of orthogonalizing one parameter, summed over the matrices that its view says it holds."""
+    shape = tuple(parameter.shape)
+    view = getattr(parameter, "muon_view", None)
+    parts = view.matrix_shapes(shape) if view is not None else [(shape[0] if len(shape) == 3 else 1, *shape[-2:])]
+    return sum(ns_flops(m, n, batch=batch) for batch, m, n in parts)
 
 
 def _assign(matrices: Sequence[Matrix], ranks: int, *, spread: bool) -> list[int]:

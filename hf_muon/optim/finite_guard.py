@@ -125,8 +125,10 @@ class SkipRecord:
             )
 
 
-def named_gradients(params: Iterable[tuple[str, Tensor]]) -> NamedGradients:
-    """Return the gradients that are there, by name.
+def named_gradients(
+    params: Iterable[tuple[str, Tensor]], check: Callable[[str, Tensor], None] | None = None
+) -> NamedGradients:
+    """Return the gradients that are there, by name; `check` may refuse a parameter that has one.
 
     Raises:
         NotImplementedError: a sparse gradient.
@@ -140,6 +142,8 @@ def named_gradients(params: Iterable[tuple[str, Tensor]]) -> NamedGradients:
             raise NotImplementedError(
                 f"{label}.grad must be dense; got a sparse gradient. Build the embedding with sparse=False."
             )
+        if check is not None:
+            check(label, param)
         result.append((label, grad))
     return result
 

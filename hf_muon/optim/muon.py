@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config import MuonConfig, coerce_options
 from .adam_step import step_adamw_
 from .auxiliary_adam import has_fused_adamw, use_fused
+from .data_parallel import SharedWork
 from .diagnostics import StepDiagnostics
 from .finite_guard import DeviceSkip, FiniteReducer, HostSkip, SkipPolicy, StepGuard, named_gradients
 from .functional import MuonEntry, MuonOptions, muon_update_
@@ -25,13 +26,13 @@ from .parameter_state import adapt_state, fits, has_values, new_state, saved_sta
 from .qk_clip import QKClip, ready_clip
 from .rounding import STEP_KEY, warn_about_low_precision
 from .state_loading import LoadPlan, make_plain, plan_load
-from .state_spec import ROW_STATISTICS, StateSpec, spec_of
+from .state_spec import ROW_STATISTICS, StateSpec, specs_of
 from .tensor_layout import needs_gather
 from .update_size import UpdateSize
 from .variants import muon_variants, step_rounding, uses_random_bits
 
 
-class MuonWithAuxAdam(torch.optim.Optimizer):
+class MuonWithAuxAdam(SharedWork, torch.optim.Optimizer):
     """Optimize matrices with Muon and all other parameters with AdamW, in one optimizer.
 
     Groups carry `use_muon` and, where names are known, `param_names`. All state exists from construction:
@@ -120,7 +121,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if uses_random_bits(self._config):
                 part.setdefault(STEP_KEY, 0)
             for param in part["params"]:
-                self.state[param] = new_state(param, part["use_muon"], self._fused(param), self._spec)
+                self.state[param] = new_state(param, part["use_muon"], self._fused(param), self._spec(param))
         self._complete_state()
 
     def rebuild_state(self, reset: Iterable[str] = ()) -> None:
@@ -143,7 +144,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._synchronize_state()
         for label, param, group in self._labelled_params():
             if label in names:
-                self.state[param] = new_state(param, group["use_muon"], self._fused(param), self._spec)
+                self.state[param] = new_state(param, group["use_muon"], self._fused(param), self._spec(param))
         self._complete_state()
         self._guard.reset_policy()
 
@@ -152,13 +153,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         `matrix_views` follow from the model, so None stands in their place; explicit `ns_coefficients` become one
         string, because torch.distributed.checkpoint takes nested lists apart. State of owned parameters comes as the
-        even DTensors of FSDP2, which makes the call collective.
+        even DTensors of FSDP2, which makes the call collective. Under DDP call `consolidate_state_dict` before.
         """
         self._synchronize_state()
         settle_copies()
         come_to_rest(param for group in self.param_groups for param in group["params"])
         result = super().state_dict()
-        result["state"] = in_standard_layout(result["state"])
+        result["state"] = self._with_gathered(in_standard_layout(result["state"]))
         for group in result["param_groups"]:
             make_plain(group)
         return result
@@ -181,10 +182,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             return plans[0].as_state_dict()
 
         def fill(_: torch.optim.Optimizer) -> None:
+            self._forget_gathered()
             for param, use_muon, saved in plans[0].states:
-                fused, live = self._fused(param), before.get(param) or {}
-                made = saved_state(param, saved, live, use_muon, fused, self._spec) if saved else None
-                self.state[param] = made or new_state(param, use_muon, fused, self._spec)
+                fused, live, spec = self._fused(param), before.get(param) or {}, self._spec(param)
+                made = saved_state(param, saved, live, use_muon, fused, spec) if saved else None
+                self.state[param] = made or new_state(param, use_muon, fused, spec)
             self._complete_state()
 
         handles = [
@@ -220,28 +222,38 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._synchronize_state()
-        grads = named_gradients((label, param) for label, param, _ in self._labelled_params())
+        self._forget_gathered()
+        named = [(label, param) for label, param, _ in self._labelled_params()]
+        grads = named_gradients(named, self._check_reduced)
         self._sizes = UpdateSize()
         self._diagnostics.begin_step()
         clip = ready_clip(self._config, self.qk_clip)
-        params = [param for _, param, _ in self._labelled_params()]
+        params = [param for _, param in named]
         verdict = self._guard.judge(grads, params, self.finite_reducer, self._choose_policy)
         if not verdict.skip:
-            self._warn_about_low_precision()
+            if not self._checked_precision:
+                self._checked_precision = True
+                warn_about_low_precision(named, str(self._config.stochastic_rounding))
             for index, group in enumerate(self.param_groups):
-                (self._step_muon if group["use_muon"] else self._step_adam)(index, group, verdict.mask)
+                if group["use_muon"]:
+                    self._step_muon(index, group, verdict.mask)
+            sending = self._send_weights()
+            for index, group in enumerate(self.param_groups):
+                if not group["use_muon"]:
+                    self._step_adam(index, group, verdict.mask)
+            for exchange in sending:
+                exchange.finish()
         if clip is not None:
-            clip.apply_(((label, param) for label, param, _ in self._labelled_params()), verdict)
+            clip.apply_(named, verdict)
         return loss
 
     def _step_muon(self, index: int, group: dict[str, Any], mask: Tensor | None) -> None:
         labels = [label_of(group, index, place) for place in range(len(group["params"]))]
         states = [self.state[param] for param in group["params"]]
         entries = [
-            MuonEntry(param, param.grad, state["momentum_buffer"], view, label, state.get(ROW_STATISTICS))
+            MuonEntry(param, grad, state["momentum_buffer"], view, label, state.get(ROW_STATISTICS))
             for param, state, view, label in zip(group["params"], states, group["matrix_views"], labels, strict=True)
-            # An owned matrix that no rank used has a zero gradient (all ranks take one path) but must not decay.
-            if param.grad is not None and getattr(param, "has_gradient", True)
+            if (grad := self._gradient_to_apply(param)) is not None
         ]
         if any(needs_gather(entry.param) for entry in entries):
             warn_once(
@@ -297,6 +309,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return found
 
     def _choose_policy(self) -> SkipPolicy:
+        self._say_if_repeated()
         on_device = self.skip_on_device
         if on_device is None:
             params = [param for _, param, _ in self._labelled_params()]
@@ -311,14 +324,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             return True
         return use_fused(str(self._config.fused_adam), param)
 
-    @property
-    def _spec(self) -> StateSpec:
-        return spec_of(self._config)
+    def _spec(self, param: Tensor) -> StateSpec:
+        return specs_of(self._config)[self._is_elsewhere(param)]
 
     def _complete_state(self) -> None:
         """Add row statistics where they are asked for and missing; remember the names."""
         for group in self.param_groups:
-            if group["use_muon"] and self._spec.row_statistics:
+            if group["use_muon"] and self._config.normuon:
                 add_row_statistics(group, self.state)
         self._remember_names()
 
@@ -336,10 +348,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _synchronize_state(self) -> None:
         """Give every parameter fitting state and drop that of parameters which are gone; cheap when all is well."""
-        count, fitting, spec = 0, True, self._spec
+        count, fitting, specs = 0, True, specs_of(self._config)
         for group in self.param_groups:
             for param in group["params"]:
                 count += 1
+                spec = specs[self._is_elsewhere(param)]
                 fitting = fitting and fits(param, self.state.get(param) or {}, group["use_muon"], spec)
         if fitting and count == sum(isinstance(key, Tensor) for key in self.state):
             return
@@ -348,6 +361,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         restarted: list[str] = []
         for label, param, group in self._labelled_params():
             state = old.get(param) or old.get(self._known.get(label, param)) or {}
+            spec = specs[self._is_elsewhere(param)]
             if param in old and fits(param, state, group["use_muon"], spec):
                 continue
             kind = (group["use_muon"], self._fused(param), spec)
@@ -364,12 +378,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             logger.warning(
                 "Optimizer state of %s does not fit the parameter that replaced it: starts fresh.", shorten(restarted)
             )
-
-    def _warn_about_low_precision(self) -> None:
-        if not self._checked_precision:
-            self._checked_precision = True
-            named = [(label, param) for label, param, _ in self._labelled_params()]
-            warn_about_low_precision(named, str(self._config.stochastic_rounding))
 
     def _set_missing_attributes(self) -> None:
         """Make what `torch.optim.Optimizer` does not pickle, where it is not there yet."""

@@ -22,16 +22,23 @@ def state_keys(use_muon: bool) -> tuple[str, ...]:
 
 
 def new_state(param: Tensor, use_muon: bool, fused: bool, spec: StateSpec) -> State:
-    """Return zero state in the layout of `param`, on the device where it rests; row statistics are added apart."""
+    """Return zero state in the layout of `param`, where it rests; row statistics are added apart.
+
+    Without rows where a replica owns the matrix.
+    """
     if not use_muon:
         return new_adam_state(param, fused, spec.adam_dtype(param))
-    return {"momentum_buffer": zeros_in_layout(param, spec.momentum_dtype(param), spec.momentum_device(param))}
+    dtype, device = spec.momentum_dtype(param), spec.momentum_device(param)
+    if spec.elsewhere:
+        return {"momentum_buffer": param.new_empty((0, *param.shape[1:]), dtype=dtype, device=device)}
+    return {"momentum_buffer": zeros_in_layout(param, dtype, device)}
 
 
 def fits(param: Tensor, state: State, use_muon: bool, spec: StateSpec) -> bool:
     """Return whether `state` has every key, in the place, shape and dtype that `param` and the options ask for."""
     dtype = spec.momentum_dtype(param) if use_muon else spec.adam_dtype(param)
     device = spec.momentum_device(param) if use_muon else param.device
+    shape = (0, *param.shape[1:]) if use_muon and spec.elsewhere else param.shape
     if use_muon and spec.row_statistics and ROW_STATISTICS not in state:
         return False
     for key in state_keys(use_muon):
@@ -40,7 +47,7 @@ def fits(param: Tensor, state: State, use_muon: bool, spec: StateSpec) -> bool:
             return False
         if key == "step":
             continue
-        if value.device != device or value.shape != param.shape or value.dtype != dtype:
+        if value.device != device or value.shape != shape or value.dtype != dtype:
             return False
     return True
 
@@ -50,6 +57,8 @@ def adapt_state(param: Tensor, state: State, use_muon: bool, fused: bool, spec: 
 
     It is carried when shape and layout are the same and the values exist; another device is fine.
     """
+    if use_muon and spec.elsewhere:
+        return new_state(param, use_muon, fused, spec)
     values = {key: state.get(key) for key in state_keys(use_muon)}
     for key, value in values.items():
         if not isinstance(value, Tensor) or value.is_meta:
@@ -73,6 +82,8 @@ def saved_state(param: Tensor, saved: State, live: State, use_muon: bool, fused:
         fused: whether fused AdamW updates it.
         spec: how state rests here.
     """
+    if use_muon and spec.elsewhere:
+        return new_state(param, use_muon, fused, spec)
     if use_muon:
         dtype, device = spec.momentum_dtype(param), spec.momentum_device(param)
         made = {"momentum_buffer": copy_into_layout(saved["momentum_buffer"], param, dtype, device)}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class StateSpec:
         low_precision_momentum: momentum rests in bfloat16.
         offload: momentum rests in CPU memory.
         row_statistics: Muon keeps a second moment per output row (NorMuon).
+        elsewhere: another replica owns the matrix and holds its momentum.
         wide_adam: AdamW averages of bfloat16 parameters are float32, because their updates are rounded randomly.
     """
 
@@ -29,6 +30,7 @@ class StateSpec:
     offload: bool = False
     row_statistics: bool = False
     wide_adam: bool = False
+    elsewhere: bool = False
 
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype that the momentum of `param` rests in."""
@@ -41,6 +43,12 @@ class StateSpec:
     def adam_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype of the AdamW averages of `param`."""
         return torch.float32 if self.wide_adam and param.dtype == torch.bfloat16 else param.dtype
+
+
+@functools.cache
+def specs_of(config: MuonConfig) -> tuple[StateSpec, StateSpec]:
+    """Return what `config` asks of the state of a matrix of this rank, and of one that another replica owns."""
+    return spec_of(config), replace(spec_of(config), elsewhere=True)
 
 
 @functools.cache
