@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..optim.state_spec import ROW_STATISTICS
 from .integrity import verify_file, verify_sharded
 
 # Names that Accelerate's FSDP saving uses; `_0` is the index of the model or optimizer.
@@ -102,17 +103,24 @@ def _shapes(part: Path, key: str) -> dict[str, tuple[int, ...]]:
         }
         if key == "model":
             return sizes
-        names = {name: name.removeprefix("state.").rpartition(".")[0] for name in sizes if name.startswith("state.")}
-        return {parameter: sizes[name] for name, parameter in names.items() if sizes[name]}
+        keys = {name: name.removeprefix("state.").rpartition(".") for name in sizes if name.startswith("state.")}
+        return {
+            parameter: sizes[name] for name, (parameter, _, what) in keys.items() if sizes[name] and _is_shaped(what)
+        }
     content = torch.load(part, map_location="cpu", weights_only=True, mmap=True)
     if key == "model":
         return {name: tuple(value.shape) for name, value in content.items()}
     return {
         str(name): tuple(value.shape)
         for name, values in content["state"].items()
-        for value in values.values()
-        if isinstance(value, Tensor) and value.ndim
+        for what, value in values.items()
+        if isinstance(value, Tensor) and value.ndim and _is_shaped(what)
     }
+
+
+def _is_shaped(key: str) -> bool:
+    """Return whether state under this key has its parameter's shape; NorMuon's has one number per row."""
+    return key != ROW_STATISTICS
 
 
 def read_model(folder: str | Path) -> dict[str, Tensor]:
