@@ -36,7 +36,7 @@ def normalize_rows_(
         rows: whole row statistics in storage layout, see `row_shape`.
         view: of the parameter.
         beta2: decay of the row statistics.
-        skip: 0-dim bool tensor; where true the statistics stay as they are.
+        skip: bool tensor, 0-dim or one that broadcasts to `rows`; where true the statistics stay as they are.
     """
     results, moments = [], []
     for matrix, before in zip(orthogonal, view.matrices(rows), strict=True):
@@ -44,11 +44,12 @@ def normalize_rows_(
         wide = matrix.to(before.dtype)
         mean_square = wide.square().mean(dim=-1, keepdim=True) if n else torch.zeros_like(before)  # (..., M, 1)
         moment = before * beta2 + mean_square * (1.0 - beta2)
-        moments.append(moment if skip is None else torch.where(skip.to(before.device), before, moment))
+        moments.append(moment)
         even = wide / (moment.sqrt() + EPS)
         norm = torch.linalg.vector_norm(even, dim=(-2, -1), keepdim=True)
         results.append(even * (math.sqrt(min(m, n)) / torch.where(norm == 0, 1.0, norm)))
-    rows.copy_(view.assemble(moments, like=rows))
+    moments_in_storage = view.assemble(moments, like=rows)
+    rows.copy_(moments_in_storage if skip is None else torch.where(skip.to(rows.device), rows, moments_in_storage))
     return results
 
 

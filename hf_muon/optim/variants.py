@@ -12,6 +12,8 @@ from .momentum_storage import MomentumStore, RestingMomentum
 from .rounding import Rounding, rounding_of
 from .state_spec import spec_of
 
+VARIANT_OPTIONS = ("momentum_dtype", "offload", "stochastic_rounding", "normuon", "qk_clip", "diagnostics")
+
 
 def uses_random_bits(config: MuonConfig) -> bool:
     """Return whether steps draw random bits, so that groups count their steps."""
@@ -33,3 +35,23 @@ def muon_variants(config: MuonConfig, group: dict[str, Any], diagnostics: StepDi
         normuon_beta2=config.normuon_beta2 if config.normuon else None,
         observe=diagnostics.observe if diagnostics.due else None,
     )
+
+
+def refuse_variants(config: MuonConfig, where: str) -> None:
+    """Raise where a backend makes the step itself and would leave an option without effect.
+
+    Args:
+        config: the options.
+        where: the backend, as in "under DeepSpeed".
+
+    Raises:
+        NotImplementedError: names the option and the way out.
+    """
+    default = MuonConfig()
+    for name in VARIANT_OPTIONS:
+        value = getattr(config, name)
+        if value != getattr(default, name) and value != "false":
+            raise NotImplementedError(
+                f"{name} must be left out {where}; got {value!r}, which this backend's own step does not know. Use"
+                " FSDP2, DDP or one process for it."
+            )

@@ -12,6 +12,7 @@ import torch
 from hf_muon import MuonConfig
 from hf_muon.optim import MuonWithAuxAdam
 from hf_muon.optim.rounding import Rounding, round_to_bfloat16
+from hf_muon.optim.variants import refuse_variants
 
 
 def generator(seed: int) -> torch.Generator:
@@ -233,3 +234,21 @@ def test_averages_of_stochastically_rounded_weights_are_float32(make_model, give
 def test_wrong_options_are_named(text, sentence) -> None:
     with pytest.raises(ValueError, match=sentence):
         MuonConfig.from_optim_args(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "momentum_dtype=bfloat16",
+        "offload=cpu",
+        "stochastic_rounding=true",
+        "normuon=true",
+        "qk_clip=100",
+        "diagnostics=5",
+    ],
+)
+def test_a_backend_with_a_step_of_its_own_refuses_variants(text) -> None:
+    refuse_variants(MuonConfig.from_optim_args("stochastic_rounding=false,ns_steps=3"), "under DeepSpeed")
+    name = text.partition("=")[0]
+    with pytest.raises(NotImplementedError, match=f"^{name} must be left out under DeepSpeed; got "):
+        refuse_variants(MuonConfig.from_optim_args(text), "under DeepSpeed")
