@@ -45,12 +45,11 @@ def _listed(place: str, row: dict[str, Any], plus: bool) -> tuple[Program, str]:
         raise DataError(f"{place} must hold at least one assertion in 'test_list'; got none.")
     if plus:
         require_columns(place, list(row), ["test"])
-    setup = "\n".join(_lines(place, row, "test_imports") if "test_imports" in row else [])
-    if row.get("test_setup_code"):
-        setup += "\n" + text_field(place, row, "test_setup_code")
-    checks = (*tests, text_field(place, row, "test")) if plus else tuple(tests)
-    # Names that a program imports itself must not hide those of the tests: they come again before the checks.
-    return Program(source="", setup=setup, checks=(setup, *checks)), tests[0]
+    imports = "\n".join(_lines(place, row, "test_imports") if "test_imports" in row else [])
+    # After the program: the set-up may use its classes, and its own imports must not hide those of the tests.
+    before = text_field(place, row, "test_setup_code") if row.get("test_setup_code") else ""
+    checks = [imports, before, *tests, *([text_field(place, row, "test")] if plus else [])]
+    return Program(source="", setup=imports, checks=tuple(filter(None, checks))), tests[0]
 
 
 def _lines(place: str, row: dict[str, Any], name: str) -> list[str]:
