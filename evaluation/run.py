@@ -60,6 +60,8 @@ def evaluate(
         SandboxError: programs cannot be contained here.
     """
     settings = _settings(task, rows, mode, max_new_tokens)
+    if batch_size < 1:
+        raise DataError(f"--batch-size must be 1 or more; got {batch_size}.")
     require_permission(task, allow_code_execution, accept_weak_sandbox)
     name = model_name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -177,7 +179,9 @@ def _workers() -> int:
 def _scored(task: str, rows: Sequence[EvalRow], completions: Sequence[str], require: bool) -> list[dict[str, Any]]:
     if task_settings(task).runs_code:
         with ThreadPoolExecutor(_workers()) as pool:
-            outcomes = list(pool.map(lambda pair: run_tests(*pair, require=require), zip(rows, completions)))
+            outcomes = list(
+                pool.map(lambda pair: run_tests(*pair, require=require), zip(rows, completions, strict=True))
+            )
         return [
             {"id": row.id, "completion": text, "correct": outcome.passed, "reason": outcome.reason}
             for row, text, outcome in zip(rows, completions, outcomes, strict=True)
