@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -37,8 +38,8 @@ ATTACKS = {
         "import os\nfound = b''\nfor name in [{parent}, os.getppid()]:\n"
         "    found += open(f'/proc/{{name}}/environ', 'rb').read()\nassert {secret!r}.encode() in found"
     ),
-    "connect_to_loopback": "import socket; socket.create_connection(('127.0.0.1', {port}), 2).send(b'GET / HTTP/1.0\\n')",
-    "send_a_datagram": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))",
+    "connect_to_loopback": "import socket; socket.create_connection(('127.0.0.1', {port}), 2).send(b'GET /')",
+    "send_a_datagram": "import socket as s; s.socket(s.AF_INET, s.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))",
     "signal_the_parent": "import os; os.kill({parent}, 0)",
     "lower_the_limits_of_the_parent": (
         "import resource; resource.prlimit({parent}, resource.RLIMIT_CORE, (0, resource.getrlimit(4)[1]))"
@@ -82,7 +83,7 @@ def test_every_attack_fails(layers, surroundings):
 
 
 def test_the_attacks_are_real(surroundings):
-    """Without any layer each attack but the one on the environment reaches its aim; that file the test itself can read, below."""
+    """Without layers each attack reaches its aim, but the one on the environment: that has a test below."""
     for name in ATTACKS:
         if name != "read_the_environment_of_the_parent":
             outcome = run_program(attack(name, surroundings), QUICK, require=False, layers=())
@@ -95,7 +96,7 @@ def test_the_environment_of_another_process_is_closed():
     holder = os.spawnve(os.P_NOWAIT, "/bin/sleep", ["sleep", "30"], {"SECRET": SECRET})
     try:
         deadline = time.monotonic() + 10  # exec takes a moment
-        while SECRET.encode() not in open(f"/proc/{holder}/environ", "rb").read():
+        while SECRET.encode() not in Path(f"/proc/{holder}/environ").read_bytes():
             assert time.monotonic() < deadline
         source = f"assert {SECRET!r}.encode() in open('/proc/{holder}/environ', 'rb').read()"
         for layers in (LAYERS, ("landlock", "seccomp"), ("namespaces", "seccomp")):
@@ -112,13 +113,14 @@ LEAVING_EARLY = {
     "exit_inside_the_function": "def f():\n    raise SystemExit(0)",
     "exit_at_the_end": "import atexit, os; atexit.register(os._exit, 0)\ndef f():\n    import sys; sys.exit()",
     "keyboard_interrupt": "def f():\n    raise KeyboardInterrupt",
-    "forged_report": 'import os\nfor fd in range(3, 9):\n    try: os.write(fd, b\'{"proof": "0"}\\n\')\n    except OSError: pass\n'
+    "forged_report": 'import os\nfor fd in range(3, 9):\n    try: os.write(fd, b\'{"proof": "0"}\\n\')\n'
+    "    except OSError: pass\n"
     "os._exit(0)",
     "patched_assertion_error": "import builtins; builtins.AssertionError = type('Quiet', (), {})\ndef f(): return 2",
     "reads_stdin": "def f(): return int(input())",
     "endless_loop": "while True: pass",
     "endless_sleep": "import time; time.sleep(100)",
-    "endless_thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\ndef f(): return 2",
+    "endless_thread": "import threading as t, time\nt.Thread(target=time.sleep, args=(99,)).start()\nf = int",
     "fork_bomb": "import os\nwhile True: os.fork()",
     "thread_bomb": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,)).start()",
     "memory_bomb": "blocks = []\nwhile True: blocks.append(bytearray(1 << 26))",

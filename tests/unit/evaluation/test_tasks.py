@@ -134,9 +134,8 @@ def test_mbpp_canonical_solutions_pass_and_those_of_other_tasks_fail(tmp_path):
 def test_plus_inputs_find_what_the_base_misses():
     """Right on the three base cases, wrong on the added ones."""
     path = DATA / "mbpp_plus.jsonl"
-    table = {repr(case): None for case in objects(path)[0]["base_input"]}
-    assert objects(path)[0]["entry_point"] == "similar_elements" and len(table) == 3
-    source = "def similar_elements(a, b):\n    return tuple(set(a) & set(b)) if len(a) == 4 else (0,)"
+    assert all(len(case[0]) == 4 for case in objects(path)[0]["base_input"])
+    source = "def similar_elements(a, b):\n    return tuple(set(a) & set(b)) if len(a) == 4 else ('-',)"
     assert run_tests(load_rows("mbpp", path)[0], f"```python\n{source}\n```").passed
     assert not run_tests(load_rows("mbpp_plus", path)[0], source).passed
 
