@@ -99,7 +99,8 @@ def evaluate_predictions(
         task: mbpp, mbpp_plus, mmlu or gsm8k.
         rows: from `load_rows`.
         predictions_file: JSON lines `{"id", "completion"}`.
-        samples_file: where the scored lines go, all at the end; None writes nothing.
+        samples_file: where the scored lines go, all at the end; None writes nothing, and the document then names
+            the predictions.
         allow_code_execution: let the programs of MBPP run, contained.
         progress: called with the finished and all rows.
         accept_weak_sandbox: run programs even where the system cannot contain them.
@@ -121,7 +122,7 @@ def evaluate_predictions(
             progress(len(lines), len(rows))
     if samples_file is not None:
         write_samples(Path(samples_file), lines)
-    shown = None if samples_file is None else str(samples_file)
+    shown = str(predictions_file if samples_file is None else samples_file)  # where the completions are
     settings["predictions"] = str(predictions_file)
     return _document(task, None, lines, settings, shown)
 
@@ -199,7 +200,7 @@ def _share(correct: int, count: int) -> dict[str, Any]:
 
 
 def _document(
-    task: str, name: str | None, lines: list[dict[str, Any]], settings: dict[str, Any], samples: str | None
+    task: str, name: str | None, lines: list[dict[str, Any]], settings: dict[str, Any], samples: str
 ) -> dict[str, Any]:
     published = task_settings(task)
     count = len(lines)

@@ -134,8 +134,8 @@ def _command() -> list[str]:
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
     here = str(Path(__file__).resolve().parents[1])
     start = (
-        f"import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.insert(0, {here!r}); "
-        "from sandbox.guard import main; del sys.path[0]; main()"
+        f"import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({here!r}); "
+        "from sandbox.guard import main; del sys.path[-1]; main()"
     )
     return [sys.executable, "-s", "-S", "-B", *safe_path, "-c", start]
 

@@ -49,8 +49,12 @@ def evaluate(
 ) -> None:
     """Score MODEL, or given completions, on TASK: zero-shot, greedy, with the published prompt and extraction."""
     _check_words(model, predictions, harness, dtype, limit, batch_size, max_new_tokens)
+    published = mode == "published"
+    if predictions is not None:
+        _refuse("--predictions", mode=None if published else mode, max_new_tokens=max_new_tokens)
     if harness == "lm-eval":
-        _refuse_with_lm_eval(data=data, seed=seed, samples=samples, predictions=predictions)
+        given = {"data": data, "seed": seed, "samples": samples, "predictions": predictions}
+        _refuse("--harness lm-eval", **given, mode=None if published else mode, max_new_tokens=max_new_tokens)
         document = _second_opinion(task, str(model), limit, batch_size, dtype, device, allow_code_execution)
     else:
         tasks = load_evaluation("tasks")
@@ -101,10 +105,11 @@ def _check_words(
             raise UsageError(f"{name} must be {least} or more; got {value}.")
 
 
-def _refuse_with_lm_eval(**given: Any) -> None:
+def _refuse(beside: str, **given: Any) -> None:
+    """Say which option has no meaning beside another one, instead of leaving it out silently."""
     for name, value in given.items():
         if value is not None:
-            raise UsageError(f"--{name} must be left out with --harness lm-eval, which has its own; got {value}.")
+            raise UsageError(f"--{name.replace('_', '-')} must be left out with {beside}; got {value}.")
 
 
 def _second_opinion(
@@ -140,7 +145,7 @@ def _load_model(name: str, placement: tuple[str, Any]) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what a broken folder raises differs with the file that is broken
         reason = str(error).strip().split("\n")[0][:160]
         raise UsageError(
             f"--model must be a folder with a saved causal language model and its tokenizer, or a hub id that can be "

@@ -104,6 +104,15 @@ def test_programs_run_when_allowed(tmp_path, monkeypatch, capsys):
             ["gsm8k", "--model", "m", "--harness", "lm-eval", "--data", GSM8K],
             "--data must be left out with --harness lm",
         ),
+        (["mmlu", "--predictions", "p", "--mode", "loglikelihood"], "--mode must be left out with --predictions"),
+        (
+            ["gsm8k", "--predictions", "p", "--max-new-tokens", "4"],
+            "--max-new-tokens must be left out with --predictions",
+        ),
+        (
+            ["mmlu", "--model", "m", "--harness", "lm-eval", "--mode", "loglikelihood"],
+            "--mode must be left out with --har",
+        ),
         (["gsm8k", "--model", "m", "--data", "nowhere.jsonl"], "nowhere.jsonl must be a readable file"),
         (["gsm8k", "--model", "m", "--data", MMLU], "mmlu.csv:1 must be a JSON object"),
         (["mmlu", "--model", "m", "--data", GSM8K], "must have the column 'choice0'"),
