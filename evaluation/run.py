@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .exact_match import standard_error
 from .extraction import gsm8k_answer, mmlu_letter
 from .rows import DataError, EvalRow
 from .samples import append_samples, digest_of_model, digest_of_rows, open_samples, read_predictions, write_samples
+from .significance import standard_error
 from .tasks import require_permission, run_tests, score, task_settings
 
 MODES = ("published", "loglikelihood")
@@ -215,7 +214,7 @@ def _document(
             "model": "Moonlight-16B-A3B",
             "rows": published.num_rows,
             **{
-                key: {"score": share, "stderr": math.sqrt(share * (1 - share) / published.num_rows)}
+                key: {"score": share, "stderr": standard_error(share, published.num_rows)}
                 for key, share in published.published.items()
             },
         },
