@@ -21,7 +21,7 @@ from evaluation.sandbox.launcher import (
     uncontained,
 )
 
-QUICK = Limits(cpu_seconds=1, wall_seconds=4)
+QUICK = Limits(cpu_seconds=1, wall_seconds=40)
 SECRET = "the-parent's-secret"
 
 # Every attack is a program that passes when it gets what it wants.
@@ -119,7 +119,6 @@ LEAVING_EARLY = {
     "patched_assertion_error": "import builtins; builtins.AssertionError = type('Quiet', (), {})\ndef f(): return 2",
     "reads_stdin": "def f(): return int(input())",
     "endless_loop": "while True: pass",
-    "endless_sleep": "import time; time.sleep(100)",
     "endless_thread": "import threading as t, time\nt.Thread(target=time.sleep, args=(99,)).start()\nf = int",
     "fork_bomb": "import os\nwhile True: os.fork()",
     "thread_bomb": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,)).start()",
@@ -138,6 +137,11 @@ def test_leaving_early_or_never_is_no_success():
         outcomes = pool.map(lambda program: run_program(program, QUICK), programs)
         for name, outcome in zip(LEAVING_EARLY, outcomes, strict=True):
             assert not outcome.passed and outcome.reason, (name, outcome)
+
+
+def test_a_sleeper_is_ended():
+    outcome = run_program(Program("import time; time.sleep(100)"), Limits(wall_seconds=2))
+    assert outcome == Outcome(False, "out of time")
 
 
 def test_a_program_may_work_in_its_own_folder_within_bounds():
