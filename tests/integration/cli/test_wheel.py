@@ -24,6 +24,7 @@ def test_the_wheel_ships_recipes_evaluation_and_the_report(tmp_path):
         "recipes/data/gsm8k/LICENSE",
         "recipes/data/gsm8k/train.jsonl",
         "evaluation/exact_match.py",
+        "evaluation/sandbox/guard.py",
         "cli/report/template.html",
         "cli/report/report.css",
         "cli/report/report.js",
