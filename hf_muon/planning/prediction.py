@@ -27,6 +27,7 @@ from ..distributed.dedicate import Placement, assign_units, make_plan, start_run
 from ..optim.auxiliary_adam import adamw_update_
 from ..optim.functional import MAX_BATCH_BYTES, MuonEntry, MuonOptions, muon_update_
 from ..param_groups import MatrixView, tag_parameters
+from .fake_attention import use_flash_attention
 from .model_source import build_meta_model, resolve_model
 from .units import unit_names
 
@@ -119,6 +120,7 @@ class _FakeRun:
         config = copy.deepcopy(config)
         config.dtype = torch.float32  # master weights
         self.model = build_meta_model(config, "cpu").train()
+        use_flash_attention(self.model)
         if checkpointing:
             getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
