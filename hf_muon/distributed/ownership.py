@@ -254,7 +254,7 @@ def _relieve(matrices: Sequence[Matrix], owners: list[int], ranks: int, *, keep_
         here = in_unit[unit, rank] - (out is not None and matrices[out].unit == unit)
         return not keep_spread or here < max(1, in_unit[unit, owners[index]])
 
-    for _ in range(4 * len(matrices)):
+    for _ in range(len(matrices) + 4 * ranks):
         busiest = max(range(ranks), key=lambda rank: (load[rank], -rank))
         lightest = heapq.nsmallest(SEARCH_WIDTH, range(ranks), key=lambda rank: (load[rank], rank))
         step = _best_step(held, load, busiest, lightest, fits)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory of the busiest rank by part, for every layout: arithmetic only.
 
-FSDP2 and DMuon keep float32 weights, gradients and states and compute in bfloat16; their peak is the largest of four
+FSDP2 and DMuon keep float32 weights, gradients and states and compute in bfloat16; their peak is the largest of five
 moments of a step. DDP and ZeRO are counted by the convention of the ZeRO paper (half-precision weights and gradients,
 float32 master weights among the states), without the buffers that their implementations add.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..distributed.ownership import OwnershipPlan
+from ..distributed.runtime import MAX_REDUCTIONS_IN_FLIGHT
 from ..optim.functional import MAX_BATCH_BYTES
 from .activations import ActivationBytes
 from .census import Census
@@ -20,9 +23,10 @@ from .zero import ADAM_STATE_BYTES, MUON_STATE_BYTES, STAGES, zero_parts
 
 MASTER, COMPUTE = 4, 2  # bytes per element
 PARTS = ("weights", "gradients", "states", "buffers", "activations")
-# The Muon step holds 18 to 20 bytes per element of its largest batch: update, stack, two iterates, squares, result.
-# Counted by running it on tensors without memory (`prediction.step_temporaries`).
-STEP_BYTES = 20
+# What the Muon step holds per element of its largest batch: update, stack, two iterates, squares, result; a parameter
+# of several matrices is put together once more. Counted by running it on tensors without memory
+# (`prediction.step_temporaries`): 18 to 20, and 24.
+STEP_BYTES, FUSED_STEP_BYTES = 20, 24
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class LayoutMemory:
         buffers: gathered weights, gradients on their way, the optimizer's temporaries.
         activations: None when no batch was given or the architecture has no formula.
         peak: sum of the parts; without activations where those are None.
-        phase: when: `loss`, `first backward` (of the last layer), `last backward`, `step`; `states` under DDP and
-            ZeRO.
+        phase: when: `loss`, `first backward` (of the last layer), `last backward`, `last reduction`, `step`; `states`
+            under DDP and ZeRO.
     """
 
     layout: str
@@ -76,6 +80,12 @@ def memory_table(census: Census, owners: OwnershipPlan, activations: ActivationB
     for mode in ("z2", "z3"):
         rows.append(_sharded_memory(census, owners, f"{hsdp}dmuon-{mode}", "muon", activations))
     return rows
+
+
+def busiest_rank(owners: OwnershipPlan) -> int:
+    """Return the first of the ranks that own most elements: the one that memory is counted for."""
+    elements = owners.elements_per_rank()
+    return elements.index(max(elements))
 
 
 def gathered_elements(units: list[int], mode: str) -> int:
@@ -126,7 +136,7 @@ class _Sizes:
     unit: float  # gathered largest layer
     pair: float  # the two largest neighbouring layers
     layers: float  # all gathered layers
-    in_flight: float  # gradients of a layer on the wire, beside the one being made
+    in_flight: float  # gradients of earlier layers on the wire
     step: float  # temporaries of the optimizer
 
     @classmethod
@@ -151,19 +161,26 @@ class _Sizes:
             unit=unit,
             pair=pair,
             layers=sum(layers),
-            in_flight=unit,
-            step=_step_bytes(census) if optimizer == "muon" else 0.0,
+            in_flight=unit * (MAX_REDUCTIONS_IN_FLIGHT if has_owners else 1),
+            step=_step_bytes(census, owners, has_owners) if optimizer == "muon" else 0.0,
         )
 
 
-def _step_bytes(census: Census) -> float:
-    """Return the temporaries of the largest batch of equal matrices that a Muon step works on."""
-    largest = max((p.row.count for p in census.parameters if p.row.is_muon), default=0)
-    return STEP_BYTES * max(largest, min(census.muon_elements, MAX_BATCH_BYTES // 4) if largest else 0)
+def _step_bytes(census: Census, owners: OwnershipPlan, has_owners: bool) -> float:
+    """Return the temporaries of the largest batch of equal matrices that the rank's Muon step works on."""
+    fused = {p.row.name for p in census.parameters if p.row.view.parts}
+    matrices = owners.matrices_of(busiest_rank(owners)) if has_owners else owners.matrices
+    batches = Counter((matrix.shape, matrix.name in fused) for matrix in matrices)
+    largest = 0
+    for (shape, is_fused), count in batches.items():
+        numel = math.prod(shape)
+        together = min(count, max(1, MAX_BATCH_BYTES // (4 * numel)))
+        largest = max(largest, together * numel * (FUSED_STEP_BYTES if is_fused else STEP_BYTES))
+    return largest
 
 
 def _phases(sizes: _Sizes, batch: ActivationBytes, *, keep: bool) -> Mapping[str, dict[str, float]]:
-    """Return the parts at the four moments that can be the peak.
+    """Return the parts at the moments that can be the peak.
 
     Args:
         sizes: of the model.
@@ -181,15 +198,21 @@ def _phases(sizes: _Sizes, batch: ActivationBytes, *, keep: bool) -> Mapping[str
         },
         "first backward": {
             **fixed,
-            "gradients": sizes.root + sizes.unit,
-            "buffers": sizes.root + sizes.copies + (sizes.layers if keep else sizes.pair) + sizes.in_flight,
+            "gradients": sizes.root,  # the layer's own come when its largest activations are gone
+            "buffers": sizes.root + sizes.copies + (sizes.layers if keep else sizes.pair),
             "activations": batch.layers + batch.recomputed + batch.layer_backward,
         },
         "last backward": {
             **fixed,
-            "gradients": sizes.weights + sizes.root + sizes.unit,
+            "gradients": sizes.weights + sizes.root,
             "buffers": sizes.root + sizes.copies + sizes.unit + sizes.in_flight,
             "activations": batch.layer + batch.layer_backward,
+        },
+        "last reduction": {
+            **fixed,
+            "gradients": sizes.weights + sizes.root + sizes.unit,
+            "buffers": sizes.root + sizes.copies + sizes.unit + sizes.in_flight,
+            "activations": 0.0,
         },
         "step": {**fixed, "gradients": sizes.weights, "buffers": sizes.copies + sizes.step, "activations": 0.0},
     }

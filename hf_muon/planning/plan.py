@@ -102,9 +102,10 @@ class Plan:
         muon, rest = self.census.muon_elements, self.census.adamw_elements
         adam = zero_table(rest, self.world_size)
         momentum = zero_table(muon, self.world_size, MUON_STATE_BYTES)
-        split = build_plan(
-            self.census.matrices(split_stacks=True), replicate=self.replicate, shard=self.shard
-        )
+        split = self.ownership
+        if any(len(matrix.shape) == 3 for matrix in split.matrices):
+            pieces = self.census.matrices(split_stacks=True)
+            split = build_plan(pieces, replicate=self.replicate, shard=self.shard)
         return {
             "imbalance_lower_bound": self.ownership.imbalance_bound,
             "imbalance_if_stacks_were_split": split.imbalance,
