@@ -33,7 +33,7 @@ STYLE = """
 font-variant-numeric:tabular-nums}
 .mem .who{text-anchor:end}.mem .opt{font-weight:600;fill:var(--ink)}
 .mem .sum{fill:var(--ink);font-weight:600}.mem .tick{text-anchor:middle;font-size:11.5px}
-.mem .rule{stroke:var(--rule)}.mem .limit{stroke:var(--ink);stroke-dasharray:4 3}
+.mem .rule{stroke:var(--rule)}
 .mem rect{stroke:var(--paper);stroke-width:1}
 """ + "".join(f".mem .{part}{{fill:var(--{part})}}" for part in LABELS)
 PAGE = """<!doctype html>
