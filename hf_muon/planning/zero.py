@@ -12,7 +12,9 @@ ADAM_STATE_BYTES = 12
 MUON_STATE_BYTES = 8
 
 
-def zero_parts(elements: float, world_size: int, stage: str, state_bytes: float = ADAM_STATE_BYTES) -> dict[str, float]:
+def zero_parts(
+    elements: float, world_size: int, stage: str, state_bytes: float = ADAM_STATE_BYTES
+) -> dict[str, float]:
     """Return bytes per rank of weights, gradients and states.
 
     Args:

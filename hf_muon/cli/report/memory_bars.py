@@ -40,7 +40,8 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{title}</title><style>{css}</style></head>
 <body><main><p class="eyebrow">hf-muon plan</p><h1>{title}</h1><p class="verdict">{verdict}</p>
-<section><h2>Memory of the busiest rank</h2><p class="note">{note}</p><figure>{bars}</figure></section></main></body></html>
+<section><h2>Memory of the busiest rank</h2><p class="note">{note}</p><figure>{bars}</figure></section></main></body>
+</html>
 """
 
 
@@ -76,7 +77,9 @@ def memory_page(plan: Plan) -> str:
         note = "Without activations: no micro-batch was given. "
     else:
         micro_batch, seq_len, checkpointing = plan.batch
-        note = f"Micro-batch {micro_batch} x {seq_len} tokens, {'with' if checkpointing else 'without'} checkpointing. "
+        note = (
+            f"Micro-batch {micro_batch} x {seq_len} tokens, {'with' if checkpointing else 'without'} checkpointing. "
+        )
         if any(row.activations is None for row in plan.memory):
             note += "Activations are not estimated for this architecture. "
     note += (

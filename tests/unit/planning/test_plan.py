@@ -125,9 +125,7 @@ def test_advice_and_its_reason(name, ranks, mode, word):
 
 def test_advice_sees_whether_it_fits():
     def advice(gib):
-        return hf_muon.plan(
-            "SmolLM2-135M", world_size=8, micro_batch=8, seq_len=2048, device_gib=gib
-        ).recommendation
+        return hf_muon.plan("SmolLM2-135M", world_size=8, micro_batch=8, seq_len=2048, device_gib=gib).recommendation
 
     peaks = {
         row.layout: row.peak / 2**30

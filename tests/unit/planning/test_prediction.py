@@ -11,7 +11,7 @@ from hf_muon.planning.prediction import predict_peak
 WORLD_SIZE = 8
 
 
-def small(kind=LlamaConfig, vocab_size=1000, layers=3):
+def small(kind=LlamaConfig, vocab_size=1000, layers=2):
     return kind(
         hidden_size=576,
         intermediate_size=1536,
