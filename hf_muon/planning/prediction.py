@@ -8,7 +8,6 @@ and a process group that moves nothing; torch's FSDP2 memory tracker counts what
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import warnings
 from collections import Counter
@@ -32,8 +31,6 @@ from .fake_attention import use_flash_attention
 from .memory import busiest_rank
 from .model_source import build_meta_model, resolve_model
 from .units import unit_names
-
-logger = logging.getLogger("hf_muon.planning")
 
 # Newton-Schulz as a GPU runs it: products in bfloat16.
 STEP = MuonOptions(
@@ -99,12 +96,7 @@ def predict_peak(
             phases = run.step(micro_batch, seq_len)
     # A step on matrices never overlaps with what else the step allocates.
     phases["step"]["temporaries"] += step_temporaries(run.owned_views)
-    phase = max(phases, key=lambda name: sum(phases[name].values()))
-    return {
-        "peak_bytes": sum(phases[phase].values()),
-        "parts": phases[phase],
-        "phase": phase,
-        "phases": {name: sum(parts.values()) for name, parts in phases.items()},
+    settings = {
         "world_size": world_size,
         "rank": rank,
         "micro_batch": micro_batch,
@@ -113,6 +105,13 @@ def predict_peak(
         "mode": mode,
         "checkpointing": checkpointing,
     }
+    return _report(phases) | settings
+
+
+def _report(phases: dict[str, dict[str, int]]) -> dict[str, Any]:
+    sums = {name: sum(parts.values()) for name, parts in phases.items()}
+    phase = max(sums, key=lambda name: sums[name])
+    return {"peak_bytes": sums[phase], "parts": phases[phase], "phase": phase, "phases": sums}
 
 
 class _FakeRun:
