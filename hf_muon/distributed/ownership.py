@@ -216,7 +216,8 @@ def _assign(matrices: Sequence[Matrix], ranks: int, *, spread: bool) -> list[int
     for index in order:
         matrix = matrices[index]
         fewest = unit_size[matrix.unit] // ranks if spread else 0
-        passed, chosen = [], None
+        passed: list[tuple[float, int, int]] = []
+        chosen: tuple[float, int, int] | None = None
         while heap and chosen is None:
             entry = heapq.heappop(heap)
             if not spread and passed and entry[0] > passed[0][0]:
@@ -263,15 +264,17 @@ def _relieve(matrices: Sequence[Matrix], owners: list[int], ranks: int, *, keep_
         if step is None:
             break
         target, given, taken = step
-        for index, source, goal in ((given, busiest, target), (taken, target, busiest)):
-            if index is not None:
-                cost, unit = matrices[index].cost, matrices[index].unit
-                held[source].remove((cost, index))
-                held[goal].insert(bisect_left(held[goal], (cost, index)), (cost, index))
-                load[source], load[goal] = load[source] - cost, load[goal] + cost
-                in_unit[unit, source] -= 1
-                in_unit[unit, goal] += 1
-                owners[index] = goal
+        moves: list[tuple[int | None, int, int]] = [(given, busiest, target), (taken, target, busiest)]
+        for moved, source, goal in moves:
+            if moved is None:
+                continue
+            cost, unit = matrices[moved].cost, matrices[moved].unit
+            held[source].remove((cost, moved))
+            held[goal].insert(bisect_left(held[goal], (cost, moved)), (cost, moved))
+            load[source], load[goal] = load[source] - cost, load[goal] + cost
+            in_unit[unit, source] -= 1
+            in_unit[unit, goal] += 1
+            owners[moved] = goal
     return owners
 
 
