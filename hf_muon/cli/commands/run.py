@@ -27,6 +27,10 @@ def run(
         Path | None, typer.Option(help="Folder of the results [default: runs/<recipe>-<time>].")
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="A quick look: the recipe's own small settings.")] = False,
+    allow_code_execution: Annotated[
+        bool,
+        typer.Option("--allow-code-execution", help="Score benchmarks that run generated programs (mbpp, mbpp_plus)."),
+    ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -43,11 +47,12 @@ def run(
     finished = check_folder(folder, recipe)
     prepared = _prepare(recipe)
     open_folder(folder, recipe)
+    recipe = _with_steps(recipe, prepared)
     say(f"{recipe.name}: {recipe.title}")
     say(f"{recipe.num_runs} runs of {recipe.training.steps} steps. {recipe.time}. Results in {folder}")
     if finished:
         say(f"Continuing: {len(finished)} of {recipe.num_runs} runs are already there.")
-    document = _train(recipe, prepared, folder, finished)
+    document = _train(recipe, prepared, folder, finished, allow_code_execution)
 
     from ..report import write_report
 
@@ -73,6 +78,12 @@ def _check_data(recipe: Recipe) -> None:
         folder = find_data(recipe.task.data)
         for split in SPLITS:
             read_rows(folder / f"{split}.jsonl", recipe.task.max_rows)
+    elif recipe.task.kind == "instruct":
+        from ..training.instruct import data_files
+        from ..training.rows import read_pairs
+
+        for path in data_files(recipe.task.data).values():
+            read_pairs(path)
 
 
 def _prepare(recipe: Recipe) -> Any:
@@ -88,7 +99,15 @@ def _prepare(recipe: Recipe) -> Any:
     return prepare(recipe)
 
 
-def _train(recipe: Recipe, prepared: Any, folder: Path, finished: list[dict[str, Any]]) -> dict[str, Any]:
+def _with_steps(recipe: Recipe, prepared: Any) -> Recipe:
+    from ..training.search import with_steps
+
+    return with_steps(recipe, prepared[0])
+
+
+def _train(
+    recipe: Recipe, prepared: Any, folder: Path, finished: list[dict[str, Any]], allow_code_execution: bool
+) -> dict[str, Any]:
     from ..environment import provenance
     from ..progress import SearchProgress
     from ..training.search import run_search
@@ -96,7 +115,15 @@ def _train(recipe: Recipe, prepared: Any, folder: Path, finished: list[dict[str,
     progress = SearchProgress(recipe.num_runs, recipe.training.steps, len(finished))
     try:
         with progress:
-            return run_search(recipe, prepared, folder, finished, progress, provenance())
+            return run_search(
+                recipe,
+                prepared,
+                folder,
+                finished,
+                progress,
+                provenance(),
+                allow_code_execution=allow_code_execution,
+            )
     except KeyboardInterrupt:
         raise RunError(
             f"stopped; finished runs are kept. The same command with --output-dir {folder} continues."

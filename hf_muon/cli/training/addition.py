@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from ..recipe.schema import Recipe
 from ..resources import load_evaluation
-from .tasks import stack_batches
+from .tasks import plain_collate, stack_batches
 
 CHARACTERS = "0123456789+="
 END = len(CHARACTERS)
@@ -48,6 +48,9 @@ class AdditionTask:
     """Sums of two numbers from 0 to `max_operand`; only the answer counts in the loss."""
 
     processing_class = None
+    model_source = ""
+    benchmark_rows: ClassVar[dict[str, Any]] = {}
+    collate = staticmethod(plain_collate)
 
     def __init__(self, recipe: Recipe) -> None:
         from datasets import Dataset

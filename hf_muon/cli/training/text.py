@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import UsageError
 from ..recipe.schema import Recipe
 from ..resources import recipes_dir
-from .tasks import stack_batches
+from .tasks import plain_collate, stack_batches
 
 END_OF_TEXT = "<|end|>"
 SPLITS = ("train", "validation", "test")
@@ -19,6 +19,10 @@ SPLITS = ("train", "validation", "test")
 
 class TextTask:
     """Next-token prediction on rows of question and answer (or `text`), packed into blocks of one length."""
+
+    model_source = ""
+    benchmark_rows: ClassVar[dict[str, Any]] = {}
+    collate = staticmethod(plain_collate)
 
     def __init__(self, recipe: Recipe) -> None:
         from datasets import Dataset
