@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,7 +34,7 @@ def load_benchmark_rows(recipe: Recipe) -> dict[str, Any]:
         try:
             rows[name] = load_rows(name, eval_file(recipe), limit=recipe.task.eval_rows)
         except (ValueError, OSError) as error:
-            raise UsageError(f"task.eval_data must hold the rows of {name}; got an error: {error}") from None
+            raise UsageError(f"task.eval_data: {error}") from None
     return rows
 
 
@@ -111,6 +110,7 @@ def _score(
         batch_size=recipe.task.eval_batch_size,
         max_new_tokens=recipe.task.max_new_tokens or None,
         allow_code_execution=name in RUNS_CODE,
+        model_name=recipe.model.name or "Llama from random weights",
         progress=progress,
     )
 
@@ -155,13 +155,9 @@ def _row(found: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _paired(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the paired test of Muon against AdamW over the same rows."""
-    correct = {}
-    for optimizer in ("muon", "adamw"):
-        samples = Path(_best(document, optimizer)[0]["eval"]["benchmarks"][name]["samples_file"])
-        lines = samples.read_text(encoding="utf-8").split("\n")
-        correct[optimizer] = {row["id"]: bool(row["correct"]) for row in map(json.loads, filter(str.strip, lines))}
-    ids = sorted(correct["muon"], key=str)
-    result = load_evaluation("significance").paired_comparison(
-        [correct["muon"][key] for key in ids], [correct["adamw"][key] for key in ids]
+    read = load_evaluation("samples").correctness
+    muon, adamw = (
+        read(_best(document, optimizer)[0]["eval"]["benchmarks"][name]["samples_file"])
+        for optimizer in ("muon", "adamw")
     )
-    return dict(result)
+    return dict(load_evaluation("significance").paired_comparison(list(muon.values()), [adamw[key] for key in muon]))

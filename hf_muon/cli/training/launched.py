@@ -60,18 +60,25 @@ def check_devices(recipe: Recipe) -> None:
         UsageError: fewer GPUs than processes, while the Accelerate file wants GPUs.
     """
     import torch
+
+    if not has_devices(recipe):
+        raise UsageError(
+            f"training.num_processes must not exceed the GPUs; got {num_processes(recipe)} for "
+            f"{torch.cuda.device_count()}. Choose a variant of the "
+            "recipe (variant=NAME), training.launch=none, or try it with --tiny."
+        )
+
+
+def has_devices(recipe: Recipe) -> bool:
+    """Return whether this machine has a device for each process that the recipe launches."""
+    import torch
     import yaml
 
     if recipe.training.launch == "none":
-        return
+        return True
     settings = yaml.safe_load(accelerate_file(recipe).read_text(encoding="utf-8"))
-    wanted, here = num_processes(recipe), torch.cuda.device_count()
     machines = int(settings.get("num_machines", 1))
-    if not settings.get("use_cpu") and wanted > here * machines:
-        raise UsageError(
-            f"training.num_processes must not exceed the GPUs; got {wanted} for {here}. Choose a variant of the "
-            "recipe (variant=NAME), training.launch=none, or try it with --tiny."
-        )
+    return bool(settings.get("use_cpu")) or num_processes(recipe) <= torch.cuda.device_count() * machines
 
 
 def command(recipe: Recipe, folder: Path, spec: RunSpec) -> list[str]:

@@ -15,6 +15,7 @@ from .benchmarks import benchmark_comparison, score_all
 from .checkpoints import checkpoints, drop_weights, full_disk_is_an_error_to_continue_from
 from .comparison import best_rate, compare
 from .launched import check_devices, num_processes, train_launched
+from .memory import memory_comparison, predictions
 from .output_folder import write_results
 from .single_run import RunSpec, train_once
 from .tasks import Task, build_model, build_task, meta_model
@@ -107,6 +108,8 @@ def run_search(
         "model": facts,
         "versions": versions,
     }
+    if recipe.memory.model:
+        document["predicted_memory"] = predictions(recipe)
     _warm_up(recipe, task)
     write_results(folder, document)
     _run_all(grid_specs(recipe, recipe.search.seeds[0]), recipe, task, folder, document, progress)
@@ -115,9 +118,23 @@ def run_search(
     if recipe.task.benchmarks:
         score_all(recipe, task, folder, document, progress.row, allow_code_execution)
         document["comparison"]["benchmarks"] = benchmark_comparison(recipe, document)
+    if recipe.memory.model:
+        document["comparison"]["memory"] = memory_comparison(
+            recipe, document.pop("predicted_memory"), document["runs"]
+        )
     document["wall_seconds"] = time.perf_counter() - started
     document["complete"] = True
     _drop_checkpoints(recipe, folder, document)
+    write_results(folder, document)
+    return document
+
+
+def predict_only(recipe: Recipe, folder: Path, versions: dict[str, Any]) -> dict[str, Any]:
+    """Return and write the results of a memory recipe whose training needs devices that are not here."""
+    started = time.perf_counter()
+    document: dict[str, Any] = {"recipe": recipe.name, "complete": True, "runs": [], "versions": versions}
+    document["comparison"] = {"memory": memory_comparison(recipe, predictions(recipe), [])}
+    document["wall_seconds"] = time.perf_counter() - started
     write_results(folder, document)
     return document
 
