@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from .._compat import fsdp_precision
-from ..orthogonalize import ns_flops
 from .collectives import Communicator, RankGrid
 from .hooks import attach_hooks
 from .owned import OwnedDTensor, OwnerLayout, own, own_parameter
@@ -167,8 +166,8 @@ def attach(
     comm = Communicator(grid, _device_of(mesh), placement.timeout)
     has_values = not any(matrix.parameter.is_meta for matrix in detached)
     try:
-        homes = _assign_units(model, detached)
-        plan = _make_plan(detached, homes, grid, placement)
+        homes = assign_units(model, detached)
+        plan = make_plan(detached, homes, grid, placement)
     except Exception as error:
         put_back(detached)
         try:
@@ -181,7 +180,29 @@ def attach(
     except BaseException:
         put_back(detached)
         raise
-    sources = [report.has_values for report in reports]
+    return start_runtime(model, detached, plan, homes, comm, placement, [report.has_values for report in reports])
+
+
+def start_runtime(
+    model: nn.Module,
+    detached: list[DetachedMatrix],
+    plan: OwnershipPlan,
+    homes: dict[str, str],
+    comm: Communicator,
+    placement: Placement,
+    sources: list[bool],
+) -> DMuonRuntime:
+    """Put the matrices back by a plan that all ranks share: what `attach` does after the comparison.
+
+    Args:
+        model: the root module, after its `fully_shard` calls.
+        detached: what `detach` returned.
+        plan: the ownership plan, known to be the same on all ranks.
+        homes: FQN of the unit of every matrix.
+        comm: the communicator.
+        placement: mode and dtypes.
+        sources: which grid positions have the weights.
+    """
     matrices, replaced = _own_all(detached, plan, comm, placement, sources)
     units = _make_units(model, matrices, homes, comm, placement)
     runtime = DMuonRuntime(model, units, plan, comm, replaced)
@@ -216,7 +237,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _assign_units(model: nn.Module, detached: list[DetachedMatrix]) -> dict[str, str]:
+def assign_units(model: nn.Module, detached: list[DetachedMatrix]) -> dict[str, str]:
     """Return the unit's FQN of every matrix: the innermost wrapped module that contains all its places."""
     paths: dict[nn.Module, list[str]] = {}
 
@@ -239,24 +260,22 @@ def _assign_units(model: nn.Module, detached: list[DetachedMatrix]) -> dict[str,
     return homes
 
 
-def _make_plan(
+def make_plan(
     detached: list[DetachedMatrix], homes: dict[str, str], grid: RankGrid, placement: Placement
 ) -> OwnershipPlan:
+    """Choose the owners of detached matrices on a grid. Not a collective."""
     rows = []
     for matrix in detached:
         parameter = matrix.parameter
         dtype = placement.master_dtype or parameter.dtype
-        rows.append(Matrix(matrix.name, tuple(parameter.shape), homes[matrix.name], _cost(parameter), dtype.itemsize))
+        view = getattr(parameter, "muon_view", None)
+        rows.append(
+            Matrix.of_parameter(
+                matrix.name, parameter.shape, homes[matrix.name], view=view, element_size=dtype.itemsize
+            )
+        )
     dtypes = sorted({str(matrix.parameter.dtype) for matrix in detached})
     return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=f"{placement} {dtypes}")
-
-
-def _cost(parameter: nn.Parameter) -> int:
-    """Return the FLOPs of orthogonalizing one parameter, summed over the matrices that its view says it holds."""
-    shape = tuple(parameter.shape)
-    view = getattr(parameter, "muon_view", None)
-    parts = view.matrix_shapes(shape) if view is not None else [(shape[0] if len(shape) == 3 else 1, *shape[-2:])]
-    return sum(ns_flops(m, n, batch=batch) for batch, m, n in parts)
 
 
 def _own_all(
