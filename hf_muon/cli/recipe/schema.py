@@ -124,7 +124,9 @@ class AdamWBlock:
 class MemoryBlock:
     """What the peak memory is predicted for; used by the memory recipe."""
 
-    model: str = _key("", "built-in name, folder or hub id of the model; empty = no prediction")
+    model: str = _key(
+        "", "built-in name, folder, hub id, or `recipe` for the Llama of the model block; empty = no prediction"
+    )
     world_size: int = _key(8, "ranks")
     micro_batch: int = _key(4, "sequences per rank and micro-batch")
     seq_len: int = _key(2048, "tokens per sequence")

@@ -42,9 +42,9 @@ def benchmark_sentences(document: Mapping[str, Any]) -> list[str]:
             continue
         differing = paired["n01"] + paired["n10"]
         text = (
-            f"{NAMES[name]}, Muon minus AdamW on the same {paired['n']} rows: {100 * paired['difference']:+.1f} points "
-            f"(standard error {100 * paired['standard_error']:.1f}); {differing} rows differ, {paired['n10']} of them "
-            f"right with Muon alone, p = {paired['p']:.2f} (exact McNemar test)"
+            f"{NAMES[name]}, Muon minus AdamW on the same {paired['n']} rows: {100 * paired['difference']:+.1f} "
+            f"points (standard error {100 * paired['standard_error']:.1f}); {differing} rows differ, "
+            f"{paired['n10']} of them right with Muon alone, p = {paired['p']:.2f} (exact McNemar test)"
         )
         said.append(f"{text}: {'a difference' if paired['p'] < 0.05 else 'no difference that these rows can show'}.")
     return said
@@ -104,14 +104,16 @@ def memory_rows(document: Mapping[str, Any]) -> list[tuple[str, str, str, str, s
 
 def memory_sentences(document: Mapping[str, Any]) -> list[str]:
     """Return what was predicted, what was not measured, and what the states alone explain."""
-    memory = document["comparison"]["memory"]
+    memory = document["comparison"].get("memory")
+    if not memory:
+        return []
     muon, adamw = memory["predicted"]["muon"], memory["predicted"]["adamw"]
     peak = adamw["peak_bytes"] - muon["peak_bytes"]
     states = adamw["parts"].get("states", 0) - muon["parts"].get("states", 0)
     said = [
-        f"Predicted for one rank of {muon['world_size']}, {memory['model']}, {muon['micro_batch']} x {muon['seq_len']} "
-        f"tokens: AdamW needs {_signed(peak)} than Muon at the peak (phases: {adamw['phase']}, {muon['phase']}); its "
-        f"optimizer states alone {_signed(states)}.",
+        f"Predicted for one rank of {muon['world_size']}, {memory['model']}, {muon['micro_batch']} x "
+        f"{muon['seq_len']} tokens: AdamW needs {_signed(peak)} than Muon at the peak (phases: {adamw['phase']}, "
+        f"{muon['phase']}); its optimizer states alone {_signed(states)}.",
         "A prediction counts tensors: what a caching allocator wastes and what the libraries keep is not in it.",
     ]
     published = memory["published"]
@@ -143,10 +145,7 @@ def memory_section(document: Mapping[str, Any]) -> str:
     most = max(memory["predicted"][name]["peak_bytes"] for name in ("adamw", "muon")) or 1
     bars = "".join(_bar(name, memory["predicted"][name], most) for name in ("muon", "adamw"))
     parts = "".join(
-        f"<tr><th>{part}</th>"
-        + "".join(f"<td class=num>{bytes_text(memory['predicted'][n]['parts'].get(part, 0))}</td>" for n in WHO if n != "base")
-        + "</tr>"
-        for part in PARTS
+        _part_row(part, [memory["predicted"][name]["parts"] for name in ("adamw", "muon")]) for part in PARTS
     )
     sentences = "".join(f"<p>{escape(text)}</p>" for text in memory_sentences(document))
     return (
@@ -155,9 +154,14 @@ def memory_section(document: Mapping[str, Any]) -> str:
         '<div class="scroll"><table><thead><tr><th>optimizer</th><th class=num>predicted peak</th>'
         "<th class=num>of it states</th><th class=num>measured</th><th class=num>published</th></tr></thead>"
         f"<tbody>{body}</tbody></table></div>{sentences}"
-        "<details><summary>Parts at the predicted peak</summary><table><thead><tr><th>part</th>"
-        f"<th class=num>AdamW</th><th class=num>Muon</th></tr></thead><tbody>{parts}</tbody></table></details></section>"
+        "<details><summary>Parts at the predicted peak</summary><table><thead><tr><th>part</th><th class=num>AdamW"
+        f"</th><th class=num>Muon</th></tr></thead><tbody>{parts}</tbody></table></details></section>"
     )
+
+
+def _part_row(part: str, both: list[Mapping[str, int]]) -> str:
+    cells = "".join(f"<td class=num>{bytes_text(parts.get(part, 0))}</td>" for parts in both)
+    return f"<tr><th>{part}</th>{cells}</tr>"
 
 
 def _bar(name: str, predicted: Mapping[str, Any], most: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import UsageError
 from ..recipe.schema import OPTIMIZERS, Recipe
 from .launched import has_devices, num_processes
+from .tasks import SIZES
 
 Predict = Callable[..., dict[str, Any]]
 
@@ -27,10 +28,11 @@ def predictions(recipe: Recipe) -> dict[str, dict[str, Any]]:
     from ...planning.prediction import predict_peak
 
     memory = recipe.memory
+    model = _own_config(recipe) if memory.model == "recipe" else memory.model
     try:
         return {
             name: predict_peak(
-                memory.model,
+                model,
                 memory.world_size,
                 memory.micro_batch,
                 memory.seq_len,
@@ -41,6 +43,14 @@ def predictions(recipe: Recipe) -> dict[str, dict[str, Any]]:
         }
     except ValueError as error:
         raise UsageError(f"memory: {error}") from None
+
+
+def _own_config(recipe: Recipe) -> Any:
+    """Return the configuration of the recipe's own small Llama."""
+    from transformers import LlamaConfig
+
+    sizes = {key: getattr(recipe.model, key) for key in SIZES}
+    return LlamaConfig(**sizes, vocab_size=recipe.task.vocab_size)
 
 
 def memory_comparison(
@@ -67,7 +77,7 @@ def memory_comparison(
     else:
         note = f"Not measured: that needs {num_processes(recipe)} GPUs, and {torch.cuda.device_count()} are here."
     return {
-        "model": recipe.memory.model,
+        "model": "the recipe's own Llama" if recipe.memory.model == "recipe" else recipe.memory.model,
         "predicted": dict(predicted),
         "measured": measured,
         "measured_note": note,
