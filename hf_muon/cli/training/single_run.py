@@ -120,7 +120,7 @@ def train_once(
     # Before the model: under DeepSpeed and FSDP they decide how it is loaded.
     arguments = training_arguments(recipe, spec, folder)
     model = build_model(recipe, task, spec.seed)
-    digest = weights_digest(model)
+    digest = weights_digest(model) if arguments.process_index == 0 else ""  # others may hold no weights yet
     watch = RunWatch(
         eval_steps(recipe.training.steps, recipe.training.eval_points),
         lambda current: {"loss": held_out.mean_token_loss(current, task.batches("test"))},
@@ -146,10 +146,7 @@ def train_once(
     }
     scores = {split: {"loss": loss, **task.scores(trainer.model, split)} for split, loss in losses.items()}
     result = {
-        "name": spec.name,
-        "optimizer": spec.optimizer,
-        "seed": spec.seed,
-        "config": {"learning_rate": spec.learning_rate, **_options(recipe, spec)},
+        **_identity(recipe, spec),
         "steps": len(watch.loss),
         "loss": watch.loss,
         "step_seconds": [round(value, 4) for value in watch.step_seconds],
@@ -182,6 +179,15 @@ def save_whole_model(trainer: Any, folder: Path) -> None:
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(folder))
+
+
+def _identity(recipe: Recipe, spec: RunSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "optimizer": spec.optimizer,
+        "seed": spec.seed,
+        "config": {"learning_rate": spec.learning_rate, **_options(recipe, spec)},
+    }
 
 
 def _options(recipe: Recipe, spec: RunSpec) -> dict[str, Any]:

@@ -74,15 +74,15 @@ def test_a_bad_file_is_one_sentence_with_its_line(name, text, message, tmp_path)
 
 def test_bytes_that_are_no_text_and_names_that_are_no_data(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="must be a readable .jsonl file"):
+    with pytest.raises(UsageError, match=r"must be a readable .jsonl file"):
         read_pairs(tmp_path / "a.jsonl")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(UsageError, match="must be a file of .jsonl, .json, .csv, .parquet"):
+    with pytest.raises(UsageError, match=r"must be a file of .jsonl, .json, .csv, .parquet"):
         data_files(str(tmp_path / "a.txt"))
-    with pytest.raises(UsageError, match="shipped data set .*gsm8k.* does not exist"):
+    with pytest.raises(UsageError, match=r"shipped data set .*gsm8k.* does not exist"):
         data_files("nowhere.jsonl")
     (tmp_path / "test.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match="must hold train.jsonl"):
+    with pytest.raises(UsageError, match=r"must hold train.jsonl"):
         data_files(str(tmp_path))
     assert data_files("meta-math/MetaMathQA") == {}
 
@@ -194,7 +194,7 @@ def test_variants_and_tiny_load_and_fit_one_machine(tmp_path):
 def test_bad_values_of_an_instruct_recipe(override, message):
     with pytest.raises(UsageError, match=message):
         load_recipe(find_recipe("gsm8k"), [override])
-    with pytest.raises(UsageError, match="model.name must stay out of a recipe whose task.kind is not instruct"):
+    with pytest.raises(UsageError, match=r"model.name must stay out of a recipe whose task.kind is not instruct"):
         load_recipe(find_recipe("demo"), ["model.name=x"])
 
 
@@ -205,7 +205,7 @@ def test_the_words_of_a_launched_run(tmp_path):
     assert words[at + 1 : at + 5 : 2] == ["--config-file", "--num_processes"]
     assert words[at + 2].endswith("fsdp2_z2.yaml") and words[at + 4] == "4"
     assert words[words.index("-m") + 1 :][:5] == ["hf_muon.cli.training.worker", str(tmp_path), "muon", "0.0001", "42"]
-    with pytest.raises(UsageError, match="training.launch must be a file or one of none, .*fsdp2_z2.*; got 'fsdp3'"):
+    with pytest.raises(UsageError, match=r"training.launch must be a file or one of none, .*fsdp2_z2.*; got 'fsdp3'"):
         launched.has_devices(load_recipe(find_recipe("gsm8k"), ["training.launch=fsdp3"]))
 
 
@@ -234,12 +234,11 @@ def test_a_run_continues_from_whole_checkpoints_only(tmp_path):
     "error", [OSError(28, "No space left on device"), RuntimeError("SafetensorError: No space left (os error 28)")]
 )
 def test_a_full_disk_is_one_sentence(error, tmp_path):
-    with pytest.raises(RunError, match="is full; nothing finished is lost. Make room"):
-        with checkpoints.full_disk_is_an_error_to_continue_from(tmp_path):
-            raise error
-    with pytest.raises(ValueError, match="other"):
-        with checkpoints.full_disk_is_an_error_to_continue_from(tmp_path):
-            raise ValueError("other")
+    guard = checkpoints.full_disk_is_an_error_to_continue_from
+    with pytest.raises(RunError, match=r"is full; nothing finished is lost\. Make room"), guard(tmp_path):
+        raise error
+    with pytest.raises(ValueError, match="other"), guard(tmp_path):
+        raise ValueError("other")
 
 
 def test_layouts_are_listed_once_each():
