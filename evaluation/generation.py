@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,20 +43,23 @@ def padding_id(tokenizer: Any) -> int:
 def fit_to_context(prompts: list[list[int]], max_new_tokens: int, model: Any) -> tuple[list[list[int]], int]:
     """Return prompts and new tokens that fit the model's positions; what does not fit is cut, with one log line.
 
-    New tokens are cut to half of the positions first, then the beginning of a prompt.
+    New tokens get at most half of the positions, prompts lose their beginning: neither depends on the rest of a batch.
     """
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    longest = max(map(len, prompts), default=0)
-    if not isinstance(positions, int) or positions <= 1 or longest + max_new_tokens <= positions:
+    if not isinstance(positions, int) or positions <= 1:
         return prompts, max_new_tokens
-    new = max(1, min(max_new_tokens, max(positions - longest, positions // 2)))
+    new = min(max_new_tokens, positions // 2)
     room = positions - new
-    cut = sum(len(prompt) > room for prompt in prompts)
-    logger.warning(
-        "The model holds %d positions: at most %d new tokens are generated, and %d of %d prompts lose their beginning.",
-        *(positions, new, cut, len(prompts)),
-    )
+    if new < max_new_tokens or any(len(prompt) > room for prompt in prompts):
+        _say_once(positions, new, room)
     return [prompt[-room:] for prompt in prompts], new
+
+
+@functools.cache
+def _say_once(positions: int, new: int, room: int) -> None:
+    logger.warning(
+        "the model holds %d positions: %d new tokens at most, and a prompt keeps its last %d.", positions, new, room
+    )
 
 
 class _RowsAreDone(StoppingCriteria):
@@ -88,7 +92,8 @@ class _RowsAreDone(StoppingCriteria):
 @contextlib.contextmanager
 def evaluation_mode(model: Any) -> Iterator[torch.device]:
     """Switch off dropout and gradients and switch the KV cache on; yield the device, restore everything after."""
-    was_training, config = model.training, getattr(model, "config", None)
+    was_training = model.training
+    config: Any = getattr(model, "config", None)
     had_cache = getattr(config, "use_cache", None)
     model.eval()
     if had_cache is False:  # gradient checkpointing leaves it off

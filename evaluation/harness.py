@@ -55,7 +55,9 @@ def evaluate_with_lm_eval(task: str, model: str, **options: Any) -> dict[str, An
         ended = subprocess.run(command, stdout=sys.stderr, env=environment)
         files = sorted(Path(name).rglob("results_*.json"))
         if ended.returncode or not files:
-            raise RuntimeError(f"lm-eval must end with a result; it left with {ended.returncode} and wrote {len(files)}.")
+            raise RuntimeError(
+                f"lm-eval must end with a result; it left with {ended.returncode} and wrote {len(files)}."
+            )
         return read_lm_eval(task, model, json.loads(files[-1].read_text(encoding="utf-8")))
 
 

@@ -46,7 +46,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} must be UTF-8 text; got byte {error.object[error.start]:#x} at {error.start}.") from None
+        raise DataError(
+            f"{path} must be UTF-8 text; got byte {error.object[error.start]:#x} at {error.start}."
+        ) from None
     except OSError as error:
         raise DataError(f"{path} must be a readable file; got: {error.strerror}.") from None
 
@@ -132,7 +134,7 @@ def hub_rows(task: str, name: str, config: str | None, split: str) -> Iterator[t
         rows = load_dataset(name, config, split=split)
     except Exception as error:
         raise DataError(
-            f"{task} must find the hub data set {name}; got {type(error).__name__}. Give a local file with --data FILE."
+            f"{task} must find the hub data set {name}; got {type(error).__name__}. Give a file: --data FILE."
         ) from None
     for number, row in enumerate(rows):
         yield f"{name}:{number}", dict(row)

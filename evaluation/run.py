@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .exact_match import standard_error
 from .extraction import gsm8k_answer, mmlu_letter
 from .rows import DataError, EvalRow
 from .samples import append_samples, digest_of_model, digest_of_rows, open_samples, read_predictions, write_samples
+from .significance import standard_error
 from .tasks import require_permission, run_tests, score, task_settings
 
 MODES = ("published", "loglikelihood")
@@ -60,6 +59,8 @@ def evaluate(
         SandboxError: programs cannot be contained here.
     """
     settings = _settings(task, rows, mode, max_new_tokens)
+    if batch_size < 1:
+        raise DataError(f"--batch-size must be 1 or more; got {batch_size}.")
     require_permission(task, allow_code_execution, accept_weak_sandbox)
     name = model_name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -97,7 +98,8 @@ def evaluate_predictions(
         task: mbpp, mbpp_plus, mmlu or gsm8k.
         rows: from `load_rows`.
         predictions_file: JSON lines `{"id", "completion"}`.
-        samples_file: where the scored lines go, all at the end; None writes nothing.
+        samples_file: where the scored lines go, all at the end; None writes nothing, and the document then names
+            the predictions.
         allow_code_execution: let the programs of MBPP run, contained.
         progress: called with the finished and all rows.
         accept_weak_sandbox: run programs even where the system cannot contain them.
@@ -119,7 +121,7 @@ def evaluate_predictions(
             progress(len(lines), len(rows))
     if samples_file is not None:
         write_samples(Path(samples_file), lines)
-    shown = None if samples_file is None else str(samples_file)
+    shown = str(predictions_file if samples_file is None else samples_file)  # where the completions are
     settings["predictions"] = str(predictions_file)
     return _document(task, None, lines, settings, shown)
 
@@ -177,7 +179,9 @@ def _workers() -> int:
 def _scored(task: str, rows: Sequence[EvalRow], completions: Sequence[str], require: bool) -> list[dict[str, Any]]:
     if task_settings(task).runs_code:
         with ThreadPoolExecutor(_workers()) as pool:
-            outcomes = list(pool.map(lambda pair: run_tests(*pair, require=require), zip(rows, completions)))
+            outcomes = list(
+                pool.map(lambda pair: run_tests(*pair, require=require), zip(rows, completions, strict=True))
+            )
         return [
             {"id": row.id, "completion": text, "correct": outcome.passed, "reason": outcome.reason}
             for row, text, outcome in zip(rows, completions, outcomes, strict=True)
@@ -195,7 +199,7 @@ def _share(correct: int, count: int) -> dict[str, Any]:
 
 
 def _document(
-    task: str, name: str | None, lines: list[dict[str, Any]], settings: dict[str, Any], samples: str | None
+    task: str, name: str | None, lines: list[dict[str, Any]], settings: dict[str, Any], samples: str
 ) -> dict[str, Any]:
     published = task_settings(task)
     count = len(lines)
@@ -210,7 +214,7 @@ def _document(
             "model": "Moonlight-16B-A3B",
             "rows": published.num_rows,
             **{
-                key: {"score": share, "stderr": math.sqrt(share * (1 - share) / published.num_rows)}
+                key: {"score": share, "stderr": standard_error(share, published.num_rows)}
                 for key, share in published.published.items()
             },
         },

@@ -152,5 +152,7 @@ def read_predictions(path: Path, rows: Sequence[EvalRow], known: Collection[str 
         found[str(identity)] = completion
     missing = [row.id for row in rows if str(row.id) not in found]
     if missing:
-        raise DataError(f"{path} must hold every row; {len(missing)} of {len(rows)} are missing, first {missing[0]!r}.")
+        raise DataError(
+            f"{path} must hold every row; {len(missing)} of {len(rows)} are missing, first {missing[0]!r}."
+        )
     return found

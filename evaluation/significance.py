@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is one run better than another on the same rows? The exact test of the rows on which they differ."""
+"""How sure is a score, and is one run better than another on the same rows? Needs the standard library only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from typing import Any
+
+
+def standard_error(share: float, count: int) -> float:
+    """Return the binomial standard error of a share of `count` rows."""
+    return math.sqrt(share * (1 - share) / count)
 
 
 def paired_comparison(correct_a: Sequence[bool], correct_b: Sequence[bool]) -> dict[str, Any]:

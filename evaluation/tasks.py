@@ -90,9 +90,7 @@ def task_settings(task: str) -> TaskSettings:
     return SETTINGS[task]
 
 
-def load_rows(
-    task: str, data: str | Path | None, *, limit: int = 0, seed: int | None = None
-) -> list[EvalRow]:
+def load_rows(task: str, data: str | Path | None, *, limit: int = 0, seed: int | None = None) -> list[EvalRow]:
     """Read the rows of a task.
 
     Args:
@@ -195,9 +193,7 @@ def score(task: str, row: EvalRow, completion: str, *, allow_code_execution: boo
 
 def run_tests(row: EvalRow, completion: str, *, limits: Limits | None = None, require: bool = True) -> Outcome:
     """Run the tests of an MBPP row against a completion, contained."""
-    return run_program(
-        dataclasses.replace(row.reference, source=program_text(completion)), limits, require=require
-    )
+    return run_program(dataclasses.replace(row.reference, source=program_text(completion)), limits, require=require)
 
 
 def require_permission(task: str, allowed: bool, accept_weak: bool = False) -> None:

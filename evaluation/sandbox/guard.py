@@ -60,7 +60,9 @@ def main() -> None:
         _tell(report, {"refused": missing, "proof": request["proof"]})
         os._exit(0)
     reason = _run(request)
-    _tell(report, {"missing": missing, "reason": reason} if reason else {"missing": missing, "proof": request["proof"]})
+    _tell(
+        report, {"missing": missing, "reason": reason} if reason else {"missing": missing, "proof": request["proof"]}
+    )
     os._exit(0)
 
 

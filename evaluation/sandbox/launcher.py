@@ -57,7 +57,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one program may use. CPU time decides, so that a busy machine changes no result; wall time ends sleepers."""
+    """What one program may use. CPU time decides, so that a busy machine changes nothing; wall time ends sleepers."""
 
     cpu_seconds: int = 8
     wall_seconds: float = 60.0
@@ -96,7 +96,9 @@ def run_program(
         About 0.1 s of start-up on one core; nothing is left running and no file stays.
     """
     if not sys.platform.startswith("linux"):
-        raise SandboxError("generated programs must run on Linux; got another system. Use a Linux container or machine.")
+        raise SandboxError(
+            "generated programs must run on Linux; got another system. Use a Linux container or machine."
+        )
     limits = limits or Limits()
     proof = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="hf-muon-program-") as name:
@@ -109,10 +111,14 @@ def run_program(
             "proof": proof,
             "require": require,
             "layers": layers,
-            **_visible_files("numpy" in program.source + program.setup + program.reference),
+            **_visible_files(_mentions_numpy(program)),
         }
         report = _converse(pickle.dumps(request), folder, limits.wall_seconds)
     return _judge(report, proof)
+
+
+def _mentions_numpy(program: Program) -> bool:
+    return any("numpy" in text for text in (program.source, program.setup, program.reference, *program.checks))
 
 
 def _visible_files(numpy: bool) -> dict[str, list[str]]:
@@ -128,8 +134,8 @@ def _command() -> list[str]:
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
     here = str(Path(__file__).resolve().parents[1])
     start = (
-        f"import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.insert(0, {here!r}); "
-        "from sandbox.guard import main; del sys.path[0]; main()"
+        f"import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({here!r}); "
+        "from sandbox.guard import main; del sys.path[-1]; main()"
     )
     return [sys.executable, "-s", "-S", "-B", *safe_path, "-c", start]
 

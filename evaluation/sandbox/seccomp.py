@@ -88,22 +88,23 @@ def install(*, may_write: bool) -> bool:
 
 def _program(column: int, architecture: int, may_write: bool) -> list[tuple[int, int, int, int]]:
     names = _REFUSED if may_write else _REFUSED | _WRITING
+    lines: list[tuple[int, int, int, int]]
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     lines += [(_GREATER, 0, 1, _LAST_KNOWN), (_RETURN, 0, 0, _ABSENT)]  # x32 calls lie above as well
     for number in (_CLONE3, _OPENAT2):
         lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ABSENT)]
     for numbers in names.values():
-        if (number := numbers[column]) is not None:
-            lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+        if (refused := numbers[column]) is not None:
+            lines += [(_EQUAL, 0, 1, refused), (_RETURN, 0, 0, _REFUSE)]
     # A clone that is no thread is a process. Offsets: struct seccomp_data, arguments of 8 bytes from 16 on.
     lines += _when(_CLONE[column], [(_LOAD, 0, 0, 16), (_ANY_BIT, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, _REFUSE)])
     limits = [(_LOAD, 0, 0, 32), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, 36), (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _REFUSE)]
     lines += _when(_PRLIMIT[column], limits)  # reading a limit is fine: the new value is a null pointer
     if not may_write:
-        for number, offset in ((_OPEN[column], 24), (_OPENAT[column], 32)):
-            if number is not None:
+        for opening, offset in ((_OPEN[column], 24), (_OPENAT[column], 32)):
+            if opening is not None:
                 flags = [(_LOAD, 0, 0, offset), (_ANY_BIT, 0, 1, _OPEN_FOR_WRITING), (_RETURN, 0, 0, _REFUSE)]
-                lines += _when(number, flags)
+                lines += _when(opening, flags)
     return [*lines, (_RETURN, 0, 0, _ALLOW)]
 
 

@@ -29,6 +29,7 @@ def test_the_wheel_ships_recipes_evaluation_and_the_report(tmp_path):
         "recipes/gsm8k.yaml",
         "cli/report/prediction.html",
         "evaluation/exact_match.py",
+        "evaluation/sandbox/guard.py",
         "cli/report/template.html",
         "cli/report/report.css",
         "cli/report/report.js",
