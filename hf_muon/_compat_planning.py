@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private upstream names that the memory prediction uses; `tests/architecture/test_compat_planning.py` watches them."""
+"""Private upstream names of the memory prediction; `tests/architecture/test_compat_planning.py` watches them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
         raise RuntimeError("The prediction must run outside of a process group; got an initialized one.")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
-    )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
     try:
         yield
     finally:
@@ -90,9 +88,7 @@ class MemoryTimeline:
     def restart_peak(self) -> None:
         """Forget the peak so far."""
         self.tracker._peak_mem_snap = self.tracker.get_tracker_snapshot()
-        self.tracker._peak_mem = {
-            device: int(row["Total"]) for device, row in self.tracker._peak_mem_snap.items()
-        }
+        self.tracker._peak_mem = {device: int(row["Total"]) for device, row in self.tracker._peak_mem_snap.items()}
 
     def peak(self) -> dict[str, int]:
         """Return the bytes of each part at the moment of the largest total since the last restart."""
@@ -104,9 +100,7 @@ class MemoryTimeline:
 
     def _by_part(self, which: str) -> dict[str, int]:
         row = self.tracker.get_tracker_snapshot(which)[torch.device("cpu")]
-        return {
-            part: sum(int(row[self._kinds[name]]) for name in names) for part, names in PARTS.items()
-        }
+        return {part: sum(int(row[self._kinds[name]]) for name in names) for part, names in PARTS.items()}
 
 
 def wrapped_classes(model: nn.Module) -> frozenset[str]:

@@ -17,7 +17,7 @@ from ..orthogonalize import ns_flops
 # Spreading a layer over different owners may cost this much balance before pure balance is preferred.
 SPREAD_TOLERANCE = 1.05
 # The local search looks for a partner of the busiest rank among this many of the least busy ones.
-SEARCH_WIDTH = 64
+SEARCH_WIDTH = 16
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,9 @@ class OwnershipPlan:
         at least the k + 1 cheapest of those (k = 0: the costliest matrix).
         """
         costs = sorted((matrix.cost for matrix in self.matrices), reverse=True)
-        crowded = (sum(costs[last - last // self.num_ranks : last + 1]) for last in range(0, len(costs), self.num_ranks))
+        crowded = (
+            sum(costs[last - last // self.num_ranks : last + 1]) for last in range(0, len(costs), self.num_ranks)
+        )
         return max(1.0, self._over_mean(max(crowded, default=0.0)))
 
     def _over_mean(self, cost: float) -> float:
@@ -238,7 +240,7 @@ def _assign(matrices: Sequence[Matrix], ranks: int, *, spread: bool) -> list[int
 
 
 def _relieve(matrices: Sequence[Matrix], owners: list[int], ranks: int, *, keep_spread: bool) -> list[int]:
-    """Lower the busiest rank's load by moving one of its matrices, or exchanging it for a cheaper one, while it can."""
+    """Lower the busiest rank's load by moving a matrix away or exchanging it for a cheaper one, while it can."""
     load = _loads(matrices, owners, ranks)
     held: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]  # (cost, index), cheapest first
     in_unit: Counter[tuple[str, int]] = Counter()
@@ -254,7 +256,7 @@ def _relieve(matrices: Sequence[Matrix], owners: list[int], ranks: int, *, keep_
         here = in_unit[unit, rank] - (out is not None and matrices[out].unit == unit)
         return not keep_spread or here < max(1, in_unit[unit, owners[index]])
 
-    for _ in range(4 * len(matrices)):
+    for _ in range(len(matrices) + 4 * ranks):
         busiest = max(range(ranks), key=lambda rank: (load[rank], -rank))
         lightest = heapq.nsmallest(SEARCH_WIDTH, range(ranks), key=lambda rank: (load[rank], rank))
         step = _best_step(held, load, busiest, lightest, fits)

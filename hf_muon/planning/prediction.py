@@ -27,6 +27,9 @@ from ..distributed.dedicate import Placement, assign_units, make_plan, start_run
 from ..optim.auxiliary_adam import adamw_update_
 from ..optim.functional import MAX_BATCH_BYTES, MuonEntry, MuonOptions, muon_update_
 from ..param_groups import MatrixView, tag_parameters
+from .census import take_census
+from .fake_attention import use_flash_attention
+from .memory import busiest_rank
 from .model_source import build_meta_model, resolve_model
 from .units import unit_names
 
@@ -84,8 +87,10 @@ def predict_peak(
     """
     _check(world_size, micro_batch, seq_len, optimizer, mode)
     config = resolve_model(model).config if isinstance(model, str) else model
-    owner = _busiest_rank(config, world_size) if optimizer == "muon" else 0
-    with fake_process_group(world_size, owner), warnings.catch_warnings():
+    rank = 0
+    if optimizer == "muon":
+        rank = busiest_rank(take_census(build_meta_model(config)).owners(shard=world_size))
+    with fake_process_group(world_size, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", (world_size,))
         communicator = Communicator(RankGrid(mesh), torch.device("cpu"))
@@ -101,7 +106,7 @@ def predict_peak(
         "phase": phase,
         "phases": {name: sum(parts.values()) for name, parts in phases.items()},
         "world_size": world_size,
-        "rank": owner,
+        "rank": rank,
         "micro_batch": micro_batch,
         "seq_len": seq_len,
         "optimizer": optimizer,
@@ -119,6 +124,7 @@ class _FakeRun:
         config = copy.deepcopy(config)
         config.dtype = torch.float32  # master weights
         self.model = build_meta_model(config, "cpu").train()
+        use_flash_attention(self.model)
         if checkpointing:
             getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -217,13 +223,6 @@ def _watch_gradients(unit: Any, timeline: MemoryTimeline) -> None:
         return call
 
     unit.start_reduce, unit.finish_reduce = around(unit.start_reduce), around(unit.finish_reduce)
-
-
-def _busiest_rank(config: Any, world_size: int) -> int:
-    from .census import take_census
-
-    elements = take_census(build_meta_model(config)).owners(shard=world_size).elements_per_rank()
-    return elements.index(max(elements))
 
 
 def _check(world_size: int, micro_batch: int, seq_len: int, optimizer: str, mode: str) -> None:

@@ -135,8 +135,7 @@ def train_once(
         callbacks=[watch, *callbacks],
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    continued = _continue(trainer, watch, folder)
-    trainer.train(resume_from_checkpoint=continued)
+    trainer.train(resume_from_checkpoint=_continue(trainer, watch, folder))
     if recipe.task.benchmarks:
         save_whole_model(trainer, folder / MODEL_FOLDER)
     # The last point of the curve is the test loss after the last step: not taken twice.
