@@ -144,18 +144,7 @@ def train_once(
         "test": watch.curve[-1]["loss"],
     }
     scores = {split: {"loss": loss, **task.scores(trainer.model, split)} for split, loss in losses.items()}
-    result = {
-        **_identity(recipe, spec),
-        "steps": len(watch.loss),
-        "loss": watch.loss,
-        "step_seconds": [round(value, 4) for value in watch.step_seconds],
-        "eval": {**scores["test"], "validation": scores["validation"], "curve": watch.curve},
-        "seconds": watch.step_seconds[-1],
-        "optimizer_seconds": watch.optimizer_seconds,
-        "peak_memory_bytes": watch.peak_memory_bytes,
-        "optimizer_state_bytes": watch.state_bytes,
-        "initial_weights": digest,
-    }
+    result = {**_identity(recipe, spec), **_measured(watch, scores), "initial_weights": digest}
     del trainer, model
     gc.collect()
     return result
@@ -178,6 +167,19 @@ def save_whole_model(trainer: Any, folder: Path) -> None:
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(folder))
+
+
+def _measured(watch: Any, scores: dict[str, dict[str, float]]) -> dict[str, Any]:
+    return {
+        "steps": len(watch.loss),
+        "loss": watch.loss,
+        "step_seconds": [round(value, 4) for value in watch.step_seconds],
+        "eval": {**scores["test"], "validation": scores["validation"], "curve": watch.curve},
+        "seconds": watch.step_seconds[-1],
+        "optimizer_seconds": watch.optimizer_seconds,
+        "peak_memory_bytes": watch.peak_memory_bytes,
+        "optimizer_state_bytes": watch.state_bytes,
+    }
 
 
 def _identity(recipe: Recipe, spec: RunSpec) -> dict[str, Any]:
