@@ -12,10 +12,10 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from ..console import quiet_third_parties
-from ..errors import one_line
+from ..errors import RunError, one_line
 from ..recipe import load_recipe
 from .checkpoints import RESULT_FILE, full_disk_is_an_error_to_continue_from, write_json
-from .launched import STEPS_FILE, driver_is_alive
+from .launched import STEPS_FILE, driver_is_alive, num_processes
 from .output_folder import plain
 from .quiet import quiet_loaded_libraries
 from .search import use_threads
@@ -41,6 +41,14 @@ def main(words: list[str]) -> None:
     spec = RunSpec(words[1], float(words[2]), int(words[3]))
     recipe = load_recipe(folder / "config.yaml")
     recipe = replace(recipe, training=replace(recipe.training, steps=int(words[4])))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != num_processes(
+        recipe
+    ):  # Accelerate starts one process for distributed_type MULTI_CPU, and says nothing
+        raise RunError(
+            f"training.launch must start {num_processes(recipe)} processes; {recipe.training.launch} started {world}. "
+            "Set distributed_type to MULTI_GPU (also with use_cpu: true), FSDP or DEEPSPEED."
+        )
     quiet_third_parties()
     quiet_loaded_libraries()
     use_threads(recipe.training.threads)

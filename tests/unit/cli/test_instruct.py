@@ -246,3 +246,13 @@ def test_layouts_are_listed_once_each():
     rows = read_pairs(shipped_data()["mmlu"] / "train.csv")
     assert {pair["answer"] for pair in rows} == set("ABCD") and len(rows) == 285
     assert all(json.dumps(pair) for pair in rows)
+
+
+def test_a_worker_refuses_to_train_alone_where_several_were_asked_for(tmp_path, monkeypatch):
+    """Otherwise a launch file that starts one process would pass one rank's result off as that of all."""
+    from hf_muon.cli.training import worker
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    write_recipe(load_recipe(find_recipe("gsm8k")), tmp_path / "config.yaml")
+    with pytest.raises(RunError, match=r"training\.launch must start 4 processes; fsdp2_z2 started 1\. Set dist"):
+        worker.main([str(tmp_path), "muon", "1e-4", "42", "8", "1"])
