@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from ..console import notes, print_json, quick_imports, say
 from ..errors import RunError
 from ..recipe import Recipe, find_recipe, load_recipe
+from ..resources import load_evaluation
 from .options import Debug, Json
 
 
@@ -46,6 +48,7 @@ def run(
     folder = output_dir or default_folder(recipe)
     finished = check_folder(folder, recipe)
     prepared = _prepare(recipe)
+    allow_code_execution = _may_execute(recipe, allow_code_execution)
     open_folder(folder, recipe)
     say(f"{recipe.name}: {recipe.title}")
     if prepared is None:
@@ -110,6 +113,16 @@ def _predict(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
     say("Predicting the peak memory of a rank for both optimizers; a minute or two.")
     return predict_only(recipe, folder, provenance())
+
+
+def _may_execute(recipe: Recipe, allowed: bool) -> bool:
+    """Return whether generated programs may run; where they may, but cannot be contained here, nothing begins."""
+    from ..training.benchmarks import RUNS_CODE
+
+    allowed = allowed or os.environ.get("HF_ALLOW_CODE_EVAL") == "1"
+    for name in set(recipe.task.benchmarks) & set(RUNS_CODE) if allowed else ():
+        load_evaluation("tasks").require_permission(name, True)
+    return allowed
 
 
 def _with_steps(recipe: Recipe, prepared: Any) -> Recipe:

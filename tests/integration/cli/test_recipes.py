@@ -143,6 +143,23 @@ def test_a_full_disk_is_one_error_and_the_next_start_continues(folder, tmp_path,
     assert [run["loss"] for run in read(out)["runs"]] == [run["loss"] for run in read(folder)["runs"]]
 
 
+def test_a_local_model_and_a_local_copy_of_a_hub_data_set(folder, tmp_path):
+    from datasets import Dataset
+
+    rows = [{"query": f"What is {k} + {k}?", "response": f"The answer is: {2 * k}", "type": "t"} for k in range(80)]
+    (tmp_path / "MetaMathQA" / "data").mkdir(parents=True)
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "MetaMathQA" / "data" / "train-00000-of-00001.parquet"))
+    words = ["run", "gsm8k", *SMALL, f"model.name={folder / RUNS[0] / 'model'}", "training.steps=2"]
+    words += [f"task.data={tmp_path / 'MetaMathQA'}", "task.share=0.5", "task.shuffle_seed=42", "task.max_rows=0"]
+    words += ["task.held_out_share=0.1", "task.benchmarks=[]", "training.save_steps=0"]
+    assert call(*words, "--output-dir", str(tmp_path / "out")) == 0
+    document = read(tmp_path / "out")
+    # Half of 80 rows, a tenth of them held out: two for validation, two for the test.
+    assert [document["task"][f"{name}_rows"] for name in ("train", "validation", "test")] == [36, 2, 2]
+    muon, adamw = document["runs"]
+    assert muon["loss"][0] == adamw["loss"][0] and muon["initial_weights"] == adamw["initial_weights"]
+
+
 def test_mmlu(tmp_path):
     assert call("run", "mmlu", *SMALL, "--output-dir", str(tmp_path / "out")) == 0
     document = read(tmp_path / "out")
