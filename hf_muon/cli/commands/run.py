@@ -171,9 +171,11 @@ def _print_summary(document: dict[str, Any], folder: Path, seconds: float) -> No
 
 def _print_published(document: dict[str, Any]) -> None:
     """Print benchmark scores and predicted memory beside the published numbers."""
-    from ..report.benchmarks import benchmark_rows, benchmark_sentences, memory_rows, memory_sentences
+    from ..report.benchmarks import benchmark_rows, benchmark_sentences, memory_rows, memory_sentences, published_note
 
     scores, peaks = benchmark_rows(document), memory_rows(document)
+    if scores:
+        say(published_note(document))
     for head, rows, sentences in (
         (("benchmark", "model", "measured", "rows", "published"), scores, benchmark_sentences(document)),
         (("peak of a rank", "predicted", "of it states", "measured", "published"), peaks, memory_sentences(document)),

@@ -20,6 +20,20 @@ def score_text(score: float, stderr: float) -> str:
     return f"{100 * score:.1f} ± {100 * stderr:.1f}"
 
 
+def measured_text(row: Mapping[str, Any]) -> str:
+    """Return a measured score; where none or all rows are right the binomial error is 0 and a bound says more.
+
+    References:
+        The rule of three: after 0 of n the true share lies below 3/n with 95 % confidence.
+    """
+    bound = min(100.0, 300 / row["n"])
+    if row["score"] == 0:
+        return f"0.0 (below {bound:.1f})"
+    if row["score"] == 1:
+        return f"100.0 (above {100 - bound:.1f})"
+    return score_text(row["score"], row["stderr"])
+
+
 def benchmark_rows(document: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
     """Return benchmark, who, score, rows and published score of every measured model."""
     found = []
@@ -28,7 +42,7 @@ def benchmark_rows(document: Mapping[str, Any]) -> list[tuple[str, str, str, str
         for who, row in entry["measured"].items():
             there = score_text(published[who], published["stderr"]) if who in published else ""
             seeds = f", {row['seeds']} seeds" if row["seeds"] > 1 else ""
-            found.append((NAMES[name], WHO[who], score_text(row["score"], row["stderr"]), f"{row['n']}{seeds}", there))
+            found.append((NAMES[name], WHO[who], measured_text(row), f"{row['n']}{seeds}", there))
     return found
 
 
