@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .streams import CommunicationStream, Pending
 
-KINDS = ("broadcast", "reduce", "replicate_broadcast", "replicate_reduce", "control")
+KINDS = ("broadcast", "reduce", "all_reduce", "replicate_broadcast", "replicate_reduce", "control")
 
 
 class RankGrid:
@@ -109,6 +109,15 @@ class Communicator:
                 for buffer, target in sends
             ]
         return self._pending(what, works, [buffer for buffer, _ in sends])
+
+    def all_reduce(self, what: str, buffer: torch.Tensor, kind: str = "all_reduce") -> Pending:
+        """Sum `buffer` over the shard group; every rank gets the sum."""
+        if self.grid.shard == 1:
+            return Pending(what, [])
+        self._count(kind, buffer)
+        with self.stream.issue():
+            work = dist.all_reduce(buffer, group=self.grid.shard_group, async_op=True)
+        return self._pending(what, [work], [buffer])
 
     def replicate_broadcast(self, what: str, sends: list[tuple[torch.Tensor, int]]) -> Pending:
         """Send each (buffer, replicate index of the source) within the replicate group, in list order."""

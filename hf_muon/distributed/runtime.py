@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .._compat import in_backward, queue_backward_callback
 from .collectives import Communicator
+from .data_parallel import find_replica_owners
 from .owned import OwnedDTensor
 from .ownership import OwnershipPlan
 from .unit import Unit
@@ -307,14 +308,16 @@ def reshard_models_of(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def ownership(model: nn.Module) -> OwnershipPlan:
-    """Return who owns which matrix of `model`, with the work and bytes of every rank."""
-    return runtime_of(model).plan
+    """Return who owns which matrix of `model` (FSDP2 or DDP), with the work and bytes of every rank."""
+    return (find_replica_owners(model) or runtime_of(model)).plan
 
 
 def comm_stats(model: nn.Module, reset: bool = False) -> dict[str, int]:
     """Return the bytes that this rank handed to collectives since the last reset, by kind.
 
-    Kinds: `broadcast` (weights to the shard group), `reduce` (gradients to their owner), `replicate_broadcast` and
-    `replicate_reduce` (HSDP, the replicate group), `control` (comparison of plans).
+    Kinds: `broadcast` (weights to the shard group, or to all replicas under DDP, where momentum gathered for a
+    checkpoint counts too), `reduce` (gradients to their owner),
+    `all_reduce` (DDP: gradients without owner), `replicate_broadcast` and `replicate_reduce` (HSDP, the replicate
+    group), `control` (comparison of plans, gradient norms under DDP).
     """
-    return runtime_of(model).comm.stats(reset)
+    return (find_replica_owners(model) or runtime_of(model)).comm.stats(reset)

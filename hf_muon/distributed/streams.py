@@ -73,6 +73,10 @@ class Pending:
     ) -> None:
         self._what, self._works, self._keep, self._timeout = what, works, keep, timeout
 
+    def futures(self) -> list[torch.futures.Future]:
+        """Return the futures of the collectives, for whoever waits in another way."""
+        return [work.get_future() for work in self._works if not isinstance(work, StreamMark)]
+
     def wait(self) -> None:
         """Make later work on this device see the result. Safe to call twice.
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..config import MuonConfig, coerce_options
 from .auxiliary_adam import adamw_update_, has_fused_adamw, use_fused
+from .data_parallel import SharedWork
 from .finite_guard import DeviceSkip, FiniteReducer, HostSkip, NamedGradients, SkipPolicy, StepGuard
 from .functional import MuonEntry, MuonOptions, muon_update_
 from .group_layout import as_groups, label_of, split_group
-from .notices import logger, shorten, warn_once
+from .notices import logger, shorten, warn_about_low_precision, warn_once
 from .owned_state import come_to_rest, in_standard_layout
 from .parameter_state import adapt_state, fits, has_values, new_state, saved_state
 from .state_loading import LoadPlan, plan_load
@@ -23,7 +24,7 @@ from .tensor_layout import is_dtensor, needs_gather
 from .update_size import UpdateSize
 
 
-class MuonWithAuxAdam(torch.optim.Optimizer):
+class MuonWithAuxAdam(SharedWork, torch.optim.Optimizer):
     """Optimize matrices with Muon and all other parameters with AdamW, in one optimizer.
 
     Groups carry `use_muon` and, where names are known, `param_names`. All state exists from construction:
@@ -130,7 +131,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._synchronize_state()
         for label, param, group in self._labelled_params():
             if label in names:
-                self.state[param] = new_state(param, group["use_muon"], self._fused(param))
+                self.state[param] = new_state(param, group["use_muon"], self._fused(param), self._is_elsewhere(param))
         self._guard.reset_policy()
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,12 +139,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         `matrix_views` follow from the model, so None stands in their place; explicit `ns_coefficients` become one
         string, because torch.distributed.checkpoint takes nested lists apart. State of owned parameters comes as the
-        even DTensors of FSDP2, which makes the call collective.
+        even DTensors of FSDP2, which makes the call collective. Under DDP call `consolidate_state_dict` before.
         """
         self._synchronize_state()
         come_to_rest(param for group in self.param_groups for param in group["params"])
         result = super().state_dict()
-        result["state"] = in_standard_layout(result["state"])
+        result["state"] = self._with_gathered(in_standard_layout(result["state"]))
         for group in result["param_groups"]:
             if "matrix_views" in group:
                 group["matrix_views"] = None
@@ -169,10 +170,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             return plans[0].as_state_dict()
 
         def fill(_: torch.optim.Optimizer) -> None:
+            self._forget_gathered()
             for param, use_muon, saved in plans[0].states:
-                fused = self._fused(param)
-                made = saved_state(param, saved, use_muon, fused) if saved else new_state(param, use_muon, fused)
-                self.state[param] = made
+                how = (use_muon, self._fused(param), self._is_elsewhere(param))
+                self.state[param] = saved_state(param, saved, *how) if saved else new_state(param, *how)
 
         handles = [
             self.register_load_state_dict_pre_hook(match),
@@ -207,22 +208,31 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._synchronize_state()
+        self._forget_gathered()
         grads = self._named_gradients()
         self._sizes = UpdateSize()
         params = [param for _, param, _ in self._labelled_params()]
         verdict = self._guard.judge(grads, params, self.finite_reducer, self._choose_policy)
         if not verdict.skip:
-            self._warn_about_low_precision()
+            if not self._checked_precision:
+                self._checked_precision = True
+                warn_about_low_precision((label, param) for label, param, _ in self._labelled_params())
             for group in self.param_groups:
-                (self._step_muon if group["use_muon"] else self._step_adam)(group, verdict.mask)
+                if group["use_muon"]:
+                    self._step_muon(group, verdict.mask)
+            sending = self._send_weights()
+            for group in self.param_groups:
+                if not group["use_muon"]:
+                    self._step_adam(group, verdict.mask)
+            for exchange in sending:
+                exchange.finish()
         return loss
 
     def _step_muon(self, group: dict[str, Any], mask: Tensor | None) -> None:
         entries = [
-            MuonEntry(param, param.grad, self.state[param]["momentum_buffer"], view)
+            MuonEntry(param, grad, self.state[param]["momentum_buffer"], view)
             for param, view in zip(group["params"], group["matrix_views"], strict=True)
-            # An owned matrix that no rank used has a zero gradient (all ranks take one path) but must not decay.
-            if param.grad is not None and getattr(param, "has_gradient", True)
+            if (grad := self._gradient_to_apply(param)) is not None
         ]
         if any(needs_gather(entry.param) for entry in entries):
             warn_once(
@@ -288,6 +298,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return result
 
     def _choose_policy(self) -> SkipPolicy:
+        self._say_if_repeated()
         on_device = self.skip_on_device
         if on_device is None:
             params = [param for _, param, _ in self._labelled_params()]
@@ -305,6 +316,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 raise NotImplementedError(
                     f"{label}.grad must be dense; got a sparse gradient. Build the embedding with sparse=False."
                 )
+            self._check_reduced(label, param)
             result.append((label, grad))
         return result
 
@@ -314,6 +326,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self.skip_on_device and has_fused_adamw(param.device.type, param.dtype):
             return True
         return use_fused(str(self._config.fused_adam), param)
+
+    def _fits(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
+        return fits(param, state, group["use_muon"], self._is_elsewhere(param))
 
     def _labelled_params(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         for group_index, group in enumerate(self.param_groups):
@@ -333,7 +348,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 count += 1
-                fitting = fitting and fits(param, self.state.get(param) or {}, group["use_muon"])
+                fitting = fitting and self._fits(param, self.state.get(param) or {}, group)
         if fitting and count == sum(isinstance(key, Tensor) for key in self.state):
             return
         for group in self.param_groups:
@@ -346,12 +361,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         restarted: list[str] = []
         for label, param, group in self._labelled_params():
             state = old.get(param) or old.get(self._known.get(label, param)) or {}
-            if param in old and fits(param, state, group["use_muon"]):
+            if param in old and self._fits(param, state, group):
                 continue
-            carried = adapt_state(param, state, group["use_muon"], self._fused(param)) if state else None
+            how = (group["use_muon"], self._fused(param), self._is_elsewhere(param))
+            carried = adapt_state(param, state, *how) if state else None
             if state and carried is None and has_values(state):
                 restarted.append(label)
-            self.state[param] = carried or new_state(param, group["use_muon"], self._fused(param))
+            self.state[param] = carried or new_state(param, *how)
         present = {param for group in self.param_groups for param in group["params"]}
         for gone in [key for key in self.state if isinstance(key, Tensor) and key not in present]:
             del self.state[gone]
@@ -360,18 +376,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if restarted:
             logger.warning(
                 "Optimizer state of %s does not fit the parameter that replaced it: starts fresh.", shorten(restarted)
-            )
-
-    def _warn_about_low_precision(self) -> None:
-        if self._checked_precision:
-            return
-        self._checked_precision = True
-        low = [(label, p) for label, p, _ in self._labelled_params() if p.dtype in (torch.bfloat16, torch.float16)]
-        if low:
-            warn_once(
-                f"Parameters in {str(low[0][1].dtype).removeprefix('torch.')} have no float32 master copy"
-                f" ({shorten([label for label, _ in low])}): updates smaller than the spacing of the weights are"
-                " rounded away. Load the model in float32 and train with bf16=True."
             )
 
     def _set_missing_attributes(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dedicated owners under Accelerate's FSDP2, for Trainer (nothing to set) and for raw loops (`DMuonPlugin`)."""
+"""Dedicated owners under Accelerate's FSDP2 and DDP, for Trainer (nothing to set) and raw loops (`DMuonPlugin`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .activation import activate, activate_trainer
+    from .activation import activate, activate_data_parallel, activate_trainer
     from .plugin import DMuonPlugin
 
 # Loaded on first use: `activate` must not import Accelerate's plugin classes before they are needed.
-_NAMES = {"DMuonPlugin": "plugin", "activate": "activation", "activate_trainer": "activation"}
+_NAMES = {
+    "DMuonPlugin": "plugin",
+    "activate": "activation",
+    "activate_data_parallel": "activation",
+    "activate_trainer": "activation",
+}
 
-__all__ = ["DMuonPlugin", "activate", "activate_trainer"]
+__all__ = ["DMuonPlugin", "activate", "activate_data_parallel", "activate_trainer"]
 
 
 def __getattr__(name: str) -> Any:

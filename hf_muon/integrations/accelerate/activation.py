@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from ..._compat import wrap_load_state, wrap_prepare_fsdp2, wrap_trainer_loading, wrap_trainer_saving
+from ..._compat_ddp import wrap_prepare, wrap_save_state
 
 
 @functools.cache
@@ -20,6 +22,15 @@ def activate() -> None:
 
     wrap_prepare_fsdp2(prepare_fsdp2)
     wrap_load_state(load_state)
+
+
+def activate_data_parallel() -> None:
+    """Dedicate owners whenever Accelerate wraps the model of a `MuonWithAuxAdam` for DDP. Idempotent.
+
+    Runs whenever Accelerate is imported. A preparation without a `MuonWithAuxAdam` goes through untouched.
+    """
+    wrap_prepare(_around("prepare"))
+    wrap_save_state(_around("save_state"))
 
 
 def activate_trainer(trainer_class: type) -> None:
@@ -42,3 +53,14 @@ def _save_model(original: Callable[..., Any], trainer: Any, *args: Any, **option
     from .trainer_checkpoints import save_model
 
     return save_model(original, trainer, *args, **options)
+
+
+def _around(name: str) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
+        if "hf_muon.optim.muon" not in sys.modules:  # nobody can have made a MuonWithAuxAdam
+            return original(accelerator, *args, **options)
+        from . import data_parallel
+
+        return getattr(data_parallel, name)(original, accelerator, *args, **options)
+
+    return around

@@ -87,6 +87,11 @@ def muon_optimizer(item: Any) -> MuonWithAuxAdam | None:
     return None
 
 
+def muon_optimizers(accelerator: Any) -> list[MuonWithAuxAdam]:
+    """Return every `MuonWithAuxAdam` that `accelerator` has prepared, in that order."""
+    return [found for item in accelerator_optimizers(accelerator) if (found := muon_optimizer(item)) is not None]
+
+
 def largest_over_ranks(flag: torch.Tensor) -> torch.Tensor:
     """Return the largest `flag` of all ranks: one all-reduce of one element."""
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)

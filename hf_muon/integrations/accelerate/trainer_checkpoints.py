@@ -46,11 +46,17 @@ def load_folder(original: Callable[..., Any], trainer: Any, folder: Any = None, 
 
 
 def save_model(original: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-    """Run `Trainer.save_model`; under FSDP2 every rank makes the checkpoint's folder first.
+    """Run `Trainer.save_model`; under FSDP2 every rank makes the checkpoint's folder first. Collective under DDP.
 
     Trainer takes a checkpoint as the best one if its folder exists. With sharded state dicts no rank has made it when
     the first one looks, some later do: ranks would then load different checkpoints at the end.
+
+    Under DDP a checkpoint's optimizer is saved next, on the ranks that save: all momentum is gathered there.
     """
+    optimizer = muon_optimizer(trainer.optimizer)
+    is_checkpoint = args[1] if len(args) > 1 else options.get("_internal_call", False)
+    if optimizer is not None and is_checkpoint and not trainer.args.save_only_model:
+        optimizer.gather_momentum(keep=trainer.args.should_save)
     if trainer.is_fsdp_enabled and uses_muon(trainer):
         folder = args[0] if args else options.get("output_dir")
         os.makedirs(trainer.args.output_dir if folder is None else folder, exist_ok=True)

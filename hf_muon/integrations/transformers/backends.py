@@ -12,6 +12,7 @@ from torch import nn
 
 from ..._compat import accelerate_state
 from ...config import MuonConfig
+from ...optim.data_parallel import NEEDS_FSDP2
 
 logger = logging.getLogger("hf_muon.integrations.transformers")
 
@@ -36,6 +37,8 @@ def detect_backend(model: nn.Module) -> Backend:
         return Backend.LOAD_SHARDED
     if any(_is_fsdp1(module) for module in model.modules()):
         return Backend.FSDP1
+    if find_ddp(model):
+        return Backend.DDP
     state = accelerate_state()
     kind = str(getattr(state, "distributed_type", "NO")).rpartition(".")[2]
     if kind == "DEEPSPEED":
@@ -46,6 +49,11 @@ def detect_backend(model: nn.Module) -> Backend:
     if any(_mesh_axes(parameter) is not None for parameter in model.parameters()):
         return Backend.FSDP2
     return Backend.DDP if getattr(state, "num_processes", 1) > 1 else Backend.SINGLE
+
+
+def find_ddp(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    """Return the DistributedDataParallel modules that `model` is or holds, in module order."""
+    return [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
 
 
 def check_supported(model: nn.Module, backend: Backend, config: MuonConfig) -> None:
@@ -63,13 +71,11 @@ def check_supported(model: nn.Module, backend: Backend, config: MuonConfig) -> N
     if refusal is not None:
         raise NotImplementedError(refusal)
     if config.dmuon in ("z2", "z3") and backend is Backend.DDP:
-        raise NotImplementedError(
-            f"dmuon={config.dmuon} needs FSDP2; got DDP. Use an Accelerate file with FSDP2, or leave dmuon at auto."
-        )
+        raise NotImplementedError(NEEDS_FSDP2.format(config.dmuon))
     if config.dmuon in ("z2", "z3") and backend is Backend.SINGLE:
         _say_once(f"dmuon={config.dmuon} has no effect on one process: every matrix is whole here.")
     notice = _NOTICES.get(backend)
-    if notice is not None and (backend is Backend.DDP or config.dmuon == "off"):
+    if notice is not None and config.dmuon == "off":
         _say_once(notice)
 
 
@@ -92,7 +98,7 @@ _REFUSALS = {
     ),
 }
 _NOTICES = {
-    Backend.DDP: "Under DDP every rank orthogonalizes every matrix: right, but repeated work.",
+    Backend.DDP: "Under DDP with dmuon=off every rank orthogonalizes every matrix: right, but repeated work.",
     Backend.FSDP2: "Under FSDP2 with dmuon=off every rank gathers and orthogonalizes every matrix: right, but slow.",
 }
 

@@ -13,7 +13,7 @@ from torch import nn
 from ...config import DEFAULT_BETAS, DEFAULT_EPS, MuonConfig, parse_key_values
 from ...optim import MuonWithAuxAdam
 from ...param_groups import ParameterRow, apply_tags, build_param_groups, check_coverage, explain_parameters
-from .backends import Backend, check_supported, detect_backend
+from .backends import Backend, check_supported, detect_backend, find_ddp
 from .trainer_options import asks_for_dmuon, config_from_options
 
 logger = logging.getLogger("hf_muon.integrations.transformers")
@@ -46,7 +46,8 @@ class OptimizerFactory:
         tensor is in exactly one.
 
         Args:
-            model: the model as it will train; not yet wrapped for FSDP2.
+            model: the model as it will train; not yet wrapped for FSDP2. A DistributedDataParallel module gets owners
+                at once, which is collective; names are those of the model inside.
             training_args: `TrainingArguments`; supplies `learning_rate`, `weight_decay`, betas and epsilon where no
                 option does, and `optim_args` where its `optim` is "dmuon".
             **options: keys of `MuonConfig`; strings are parsed.
@@ -71,6 +72,9 @@ class OptimizerFactory:
             from ..accelerate import activate
 
             activate()
+        replicas = find_ddp(model)
+        if model in replicas:
+            model = replicas[0].module
         rows = explain_parameters(
             model, include=config.include, exclude=config.exclude, matrix_split=config.resolved_matrix_split
         )
@@ -80,6 +84,8 @@ class OptimizerFactory:
             build_param_groups(rows, model, muon=_muon_options(config), adamw=_adamw_options(config)), config
         )
         _routing[optimizer] = rows
+        for ddp in replicas:
+            optimizer.dedicate_matrices(ddp)
         return optimizer
 
 
