@@ -68,6 +68,9 @@ class ModelBlock:
     name: str = _key("", "instruct: a folder or hub id of a causal language model; empty = a Llama of the sizes below")
     trust_tokenizer_code: bool = _key(False, "run the tokenizer code that comes with the model (Moonlight needs it)")
     gradient_checkpointing: bool = _key(False, "recompute activations in backward")
+    lora_rank: int = _key(
+        0, "train LoRA adapters of this rank (alpha = 2 x rank) on all linear layers; 0 = all weights"
+    )
     hidden_size: int = _key(128, "width")
     intermediate_size: int = _key(384, "width of the MLP")
     num_hidden_layers: int = _key(3, "decoder layers")
@@ -196,8 +199,15 @@ class Recipe:
             value = getattr(self.training, key)
             _require(math.isfinite(value) and value >= 0, f"training.{key}", "be finite and not negative", value)
         for key, value in dataclasses.asdict(self.model).items():
-            _require(isinstance(value, (bool, str)) or value >= 1, f"model.{key}", "be at least 1", value)
+            least = 0 if key == "lora_rank" else 1
+            _require(isinstance(value, (bool, str)) or value >= least, f"model.{key}", f"be at least {least}", value)
         model = self.model
+        _require(
+            model.name != "" or model.lora_rank == 0,
+            "model.lora_rank",
+            "be 0 without model.name: adapters change a pretrained model",
+            model.lora_rank,
+        )
         _require(
             model.hidden_size % (2 * model.num_attention_heads) == 0,
             "model.hidden_size",

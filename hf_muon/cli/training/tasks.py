@@ -72,7 +72,7 @@ def build_model(recipe: Recipe, task: Task, seed: int) -> Any:
 
     set_seed(seed)
     if task.model_source:
-        return load_model(task.model_source)
+        return _with_adapters(load_model(task.model_source), recipe.model.lora_rank)
     sizes = {key: getattr(recipe.model, key) for key in SIZES}
     return LlamaForCausalLM(LlamaConfig(**sizes, **task.model_config(), use_cache=True))
 
@@ -106,7 +106,23 @@ def meta_model(recipe: Recipe, task: Task) -> Any:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"model.name must have a readable configuration; {task.model_source}: {reason}") from None
-    return build_meta_model(config)
+    return _with_adapters(build_meta_model(config), recipe.model.lora_rank)
+
+
+def _with_adapters(model: Any, rank: int) -> Any:
+    """Return `model` with LoRA adapters of `rank` on its linear layers, everything else frozen; as it is for rank 0.
+
+    Raises:
+        UsageError: peft is not installed.
+    """
+    if not rank:
+        return model
+    try:
+        from peft import LoraConfig, TaskType, get_peft_model
+    except ImportError:
+        raise UsageError('model.lora_rank needs peft. Run: pip install "hf-muon[peft]"') from None
+    adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
+    return get_peft_model(model, adapters)
 
 
 def plain_collate(rows: Any) -> dict[str, Any]:
