@@ -71,6 +71,12 @@ def _connect_checkpoints(module: ModuleType) -> None:
     activate_trainer(module.Trainer)
 
 
+def _connect_deepspeed(module: ModuleType) -> None:
+    from ..deepspeed.engine import connect_engine
+
+    connect_engine(module)
+
+
 def _both(*actions: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     def run(module: ModuleType) -> None:
         for action in actions:
@@ -100,4 +106,5 @@ _ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.training_args": _add_name,
     "transformers.trainer_optimizer": _add_handler,
     "transformers.trainer": _both(_add_callback, _connect_checkpoints),
+    "deepspeed.runtime.engine": _connect_deepspeed,
 }
