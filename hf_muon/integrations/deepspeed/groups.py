@@ -11,7 +11,6 @@ from ...optim import MuonWithAuxAdam
 from ...param_groups import MatrixView, explain_parameters
 
 
-
 def refresh_groups(optimizer: MuonWithAuxAdam, model: nn.Module, *, has_experts: bool) -> None:
     """Bring names and views of every group up to date with `model`, and give experts groups of their own. In place.
 

@@ -124,7 +124,10 @@ def assign_owners(units: Sequence[Unit], num_ranks: int, *, steps: int, method: 
     Deterministic and pure: the same on every rank. Matrices that no exchange can move cheaper count first, then the
     split ones go, longest first, to whoever of their holders has least to do.
     """
-    work = [sum(ns_flops(m, n, steps=steps, method=method, batch=b) for b, m, n in u.view.matrix_shapes(u.shape)) for u in units]
+    work = [
+        sum(ns_flops(m, n, steps=steps, method=method, batch=b) for b, m, n in u.view.matrix_shapes(u.shape))
+        for u in units
+    ]
     load, owners = [0.0] * num_ranks, [0] * len(units)
     holders = [sorted({piece.rank for piece in unit.pieces}) for unit in units]
     order = sorted(range(len(units)), key=lambda i: (len(holders[i]) > 1, -work[i], i))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided before training: whose Muon a DeepSpeed configuration means, with which options, and what it costs."""
+"""What is decided before training: whose Muon a DeepSpeed configuration means, with which options, at which cost."""
 
 from __future__ import annotations
 

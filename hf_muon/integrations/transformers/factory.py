@@ -73,7 +73,7 @@ class OptimizerFactory:
         check_supported(model, backend, config)
         kind: type[MuonWithAuxAdam] = MuonWithAuxAdam
         if backend is Backend.DEEPSPEED:
-            from ..deepspeed.optimizer import PartitionedOptimizer as kind  # noqa: N813
+            from ..deepspeed.optimizer import PartitionedOptimizer as kind
 
             settle(config)
         elif backend is Backend.FSDP2:
