@@ -49,7 +49,7 @@ def take_block(config: MutableMapping[str, Any]) -> None:
         )
     params = dict(config["optimizer"].get("params") or {})
     options_of(params)
-    config[KEPT_AS] = params
+    config[KEPT_AS] = {key: value for key, value in params.items() if value != "auto"}  # Accelerate wants no auto left
     del config["optimizer"]
 
 
@@ -86,7 +86,7 @@ def options_of(params: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"optimizer.params.{key} of the DeepSpeed config is not an option of hf-muon.{nearest(key, known)}"
             )
-        elif value != "auto" or key in ("ns_dtype", "fused_adam", "matrix_split", "dmuon"):
+        elif value != "auto":
             options[key] = value
     options = coerce_options(options)
     MuonConfig(**options)

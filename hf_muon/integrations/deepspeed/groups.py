@@ -41,6 +41,7 @@ def refresh_groups(optimizer: MuonWithAuxAdam, model: nn.Module, *, has_experts:
             getattr(p, "muon_view", None) or (views or {}).get(name, MatrixView())
             for p, name in zip(group["params"], group["param_names"], strict=True)
         ]
+        remember_views(group)
 
 
 def remember_views(group: dict[str, Any]) -> None:
