@@ -70,8 +70,8 @@ def check_config(config: Mapping[str, Any], options: MuonConfig) -> None:
     accumulation = lookup(config, "data_types.grad_accum_dtype")
     if zero_stage(config) == 1 and lookup(config, "bf16.enabled") is True and accumulation in ("fp32", "float32"):
         raise NotImplementedError(
-            f"data_types.grad_accum_dtype must be absent or bf16 with bf16 under ZeRO 1; got {accumulation}. Remove it,"
-            " or set zero_optimization.stage to 2."
+            f"data_types.grad_accum_dtype must be absent or bf16 with bf16 under ZeRO 1; got {accumulation}. Remove"
+            " it, or set zero_optimization.stage to 2."
         )
 
 

@@ -20,8 +20,7 @@ def _processes():
     cpu_deepspeed.close()
 
 
-@pytest.fixture(scope="package")
-def llama(tmp_path_factory):
+def build_llama():
     """A Llama whose sizes no number of ranks divides; weights large enough for gradients well above rounding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -37,4 +36,10 @@ def llama(tmp_path_factory):
         initializer_range=0.1,
         tie_word_embeddings=False,
     )
-    return save(LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="package")
+def llama(tmp_path_factory):
+    """The folder of that Llama."""
+    return save(build_llama(), tmp_path_factory.mktemp("llama"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of the DeepSpeed tests run: tiny models, stock Trainer, `optim="dmuon"`, a DeepSpeed configuration."""
+"""What the ranks of the DeepSpeed tests run: tiny models in the stock Trainer, in Accelerate and in plain loops."""
 
 import contextlib
 import copy
@@ -51,7 +51,8 @@ def arguments(folder, deepspeed=None, *, accumulation=1, steps=STEPS, **options)
     from transformers import TrainingArguments
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    optim_args = options.pop("optim_args", "")
+    optim = options.pop("optim", "dmuon")
+    optim_args = ",".join(filter(None, ["ns_dtype=float32", options.pop("optim_args", "")]))
     return TrainingArguments(
         output_dir=folder,
         max_steps=steps,
@@ -60,8 +61,8 @@ def arguments(folder, deepspeed=None, *, accumulation=1, steps=STEPS, **options)
         learning_rate=options.pop("learning_rate", 3e-3),
         weight_decay=options.pop("weight_decay", 0.1),
         lr_scheduler_type=options.pop("lr_scheduler_type", "linear"),
-        optim=options.pop("optim", "dmuon"),
-        optim_args=",".join(filter(None, ["ns_dtype=float32", optim_args])),
+        optim=optim,
+        optim_args=optim_args if optim == "dmuon" else None,
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
@@ -141,9 +142,9 @@ def outcome(trainer, counts):
 
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     optimizer = find_muon(trainer.optimizer)
-    states = (
-        [] if optimizer is None else [s["momentum_buffer"] for s in optimizer.state.values() if "momentum_buffer" in s]
-    )
+    base = trainer.deepspeed.basic_optimizer if trainer.is_deepspeed_enabled else optimizer
+    states = [state["momentum_buffer"] for state in base.state.values() if "momentum_buffer" in state]
+    groups = [] if optimizer is None else optimizer.param_groups
     return {
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "weights": {name: value.detach().float().clone() for name, value in (weights or {}).items()},
@@ -151,9 +152,7 @@ def outcome(trainer, counts):
         "class": type(optimizer).__name__,
         "momentum_dtypes": sorted({str(state.dtype) for state in states}),
         "momentum_elements": sum(state.numel() for state in states),
-        "groups": [(g["use_muon"], list(g["param_names"]), g["lr"]) for g in optimizer.param_groups]
-        if optimizer
-        else [],
+        "groups": [(group["use_muon"], list(group["param_names"]), group["lr"]) for group in groups],
     }
 
 
@@ -162,3 +161,119 @@ def num_matrices(folder, **options):
     rows = [row for row in hf_muon.explain_parameters(load(folder), **options) if row.is_muon]
     matrices = sum(batch for row in rows for batch, _, _ in row.view.matrix_shapes(row.shape))
     return matrices, sum(row.count for row in rows)
+
+
+def message(folder, model_folder, deepspeed, **options):
+    """What a Trainer raises on this rank, at its construction or before its first step."""
+    from transformers import Trainer
+
+    try:
+        trainer = Trainer(load(model_folder), arguments(folder, deepspeed, **options), train_dataset=Tokens())
+    except Exception as error:
+        return "construction", type(error).__name__, str(error)
+    try:
+        trainer.train()
+    except Exception as error:
+        return trainer.state.global_step, type(error).__name__, str(error)
+    return None
+
+
+def deepspeeds_own(folder, model_folder, deepspeed, **options):
+    """Train with DeepSpeed's own Muon; return the outcome, what hf-muon warned, and DeepSpeed's norms."""
+    import logging
+
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hf_muon.deepspeed").addHandler(handler)
+    try:
+        result = train(folder, model_folder, deepspeed, optim="adamw_torch", **options)
+    finally:
+        logging.getLogger("hf_muon.deepspeed").removeHandler(handler)
+    return result, said
+
+
+LOOP_OPTIONS = {"muon_lr": 1e-2, "adam_lr": 3e-3, "weight_decay": 0.1, "ns_dtype": "float32"}
+
+
+def loop_config(stage, **changes):
+    """A configuration without `auto`, for loops without Trainer."""
+    fixed = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+    return config_of(stage, **{**fixed, "bf16.enabled": False, **changes})
+
+
+def batches():
+    """This rank's batches, and whether the loss of each is spoiled."""
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    rows = Tokens().rows
+    return [rows[8 * step : 8 * step + 8].chunk(world_size)[rank] for step in range(STEPS)]
+
+
+def whole_weights(model):
+    """Whole weights, also from ZeRO-3 partitions."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def one_process_loop(model_folder, **options):
+    """The reference of the loops: `MuonWithAuxAdam` in one process."""
+    model = load(model_folder)
+    optimizer = hf_muon.OptimizerFactory()(model, **{**LOOP_OPTIONS, **options})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for tokens in batches():
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def plain_loop(model_folder, config, spoiled=(), **options):
+    """`deepspeed.initialize` with what the factory returned; a scheduler made before stays connected."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = load(model_folder)
+    optimizer = hf_muon.OptimizerFactory()(model, **{**LOOP_OPTIONS, **options})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    history = []
+    with counted() as counts:
+        for step, tokens in enumerate(batches()):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            # On one rank only: the others must skip the step as well.
+            engine.backward(loss * float("nan") if step in spoiled and engine.global_rank == 0 else loss)
+            engine.step()
+            if step not in spoiled:
+                scheduler.step()
+            history.append(whole_weights(model))
+    momenta = [s["momentum_buffer"] for s in optimizer.state.values() if "momentum_buffer" in s]
+    finite = all(bool(momentum.isfinite().all()) for momentum in momenta)
+    return {
+        "history": history,
+        "counts": counts,
+        "skipped": optimizer.num_skipped_steps,
+        "last": optimizer.last_step_skipped,
+        "finite": finite,
+    }
+
+
+def accelerate_loop(model_folder, config, **options):
+    """Accelerate with a DeepSpeed plugin; options may stand in its optimizer block."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config)))
+    model = load(model_folder)
+    optimizer = hf_muon.OptimizerFactory()(model, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    engine, optimizer = accelerator.prepare(model, optimizer)
+    for tokens in batches():
+        accelerator.backward(engine(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return whole_weights(model)
