@@ -10,6 +10,7 @@ from typing import Any
 
 from ..._compat_deepspeed import wrap_configure_optimizer
 from ...optim import MuonWithAuxAdam
+from ...optim.parameter_state import has_values
 from .groups import refresh_groups, remember_views
 from .optimizer import PartitionedOptimizer
 from .settings import check_config, lookup, read_config, zero_stage
@@ -53,8 +54,17 @@ def configure_optimizer(original: Callable[..., Any], engine: Any, optimizer: An
 
 
 def take_over(optimizer: MuonWithAuxAdam) -> PartitionedOptimizer:
-    """Return `optimizer` itself as a `PartitionedOptimizer`, so that schedulers made from it stay connected."""
+    """Return `optimizer` itself as a `PartitionedOptimizer`, so that schedulers made from it stay connected.
+
+    Raises:
+        ValueError: it has taken steps already.
+    """
     if not isinstance(optimizer, PartitionedOptimizer):
+        if any(has_values(state) for state in optimizer.state.values()):
+            raise ValueError(
+                "The optimizer given to DeepSpeed must be new; got one with state, which the partitions cannot take"
+                " over. Make a new one and load a DeepSpeed checkpoint."
+            )
         for group in optimizer.param_groups:
             if group["use_muon"]:
                 remember_views(group)

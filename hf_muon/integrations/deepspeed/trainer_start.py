@@ -70,16 +70,21 @@ def options_from_block(config: Mapping[str, Any] | None, given: Mapping[str, Any
     return {**block, **given}
 
 
-def factory_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def factory_options(given: Mapping[str, Any], base: MuonConfig | None) -> dict[str, Any]:
     """Return the options of a factory call under Accelerate's DeepSpeed; settles the configuration in place.
 
     Raises:
-        ValueError: see `take_block`.
+        ValueError: see `take_block`; or the factory has a `base` configuration and there is a block as well.
     """
     config = accelerate_config()
     if config is None:
         return dict(given)
     take_block(config)
+    if base is not None and block_options(config):
+        raise ValueError(
+            "Options must stand in OptimizerFactory(config) or in the optimizer block of the DeepSpeed config; got both."
+            " Remove the block."
+        )
     return options_from_block(config, given)
 
 

@@ -61,7 +61,7 @@ class OptimizerFactory:
         if backend is Backend.DEEPSPEED:
             from ..deepspeed.trainer_start import factory_options, settle
 
-            options = factory_options(options)
+            options = factory_options(options, self.config)
         config = config_from_options(options, training_args, self.config)
         if training_args is None and config.lr is config.muon_lr is config.adam_lr is None:
             logger.warning(
