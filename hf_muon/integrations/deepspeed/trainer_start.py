@@ -82,8 +82,8 @@ def factory_options(given: Mapping[str, Any], base: MuonConfig | None) -> dict[s
     take_block(config)
     if base is not None and block_options(config):
         raise ValueError(
-            "Options must stand in OptimizerFactory(config) or in the optimizer block of the DeepSpeed config; got both."
-            " Remove the block."
+            "Options must stand in OptimizerFactory(config) or in the optimizer block of the DeepSpeed config; got"
+            " both. Remove the block."
         )
     return options_from_block(config, given)
 

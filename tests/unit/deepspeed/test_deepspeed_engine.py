@@ -55,8 +55,8 @@ def test_one_line_says_what_runs():
     optimizer = hf_muon.OptimizerFactory()(model, muon_lr=1e-4, adam_lr=2e-6, adjust_lr_fn="original")
     line = describe({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}, optimizer)
     assert line == (
-        "DeepSpeed ZeRO 2 runs hf-muon's optimizer: gram Newton-Schulz, 5 steps, keller coefficients, once per matrix in"
-        " the job; adjust_lr_fn original; muon_lr 0.0001, adam_lr 2e-06; gradients are clipped at norm 1, over both"
+        "DeepSpeed ZeRO 2 runs hf-muon's optimizer: gram Newton-Schulz, 5 steps, keller coefficients, once per matrix"
+        " in the job; adjust_lr_fn original; muon_lr 0.0001, adam_lr 2e-06; gradients are clipped at norm 1, over both"
         " halves, before Newton-Schulz."
     )
     assert describe({}, optimizer).endswith("no clipping.")
