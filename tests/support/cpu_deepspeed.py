@@ -15,11 +15,13 @@ def enable():
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed compiles its own Newton-Schulz at import
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     import deepspeed.ops as deepspeed_ops
+    import transformers.training_args as training_args
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     # init_distributed would build this operator with a compiler: minutes, and a lock that outlives a killed build.
     deepspeed_ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    training_args.is_torch_bf16_gpu_available = lambda: True  # bf16=True needs use_cpu else, which turns DeepSpeed off
     original = PartialState._prepare_backend
     if getattr(original, "on_cpu", False):
         return
@@ -65,7 +67,14 @@ def _on_rank(job, args, kwargs):
         return job(*args, **kwargs)
 
 
-def run(job, *args, world_size=2, timeout=150, **kwargs):
+def _import_libraries():
+    enable()
+    from transformers import Trainer
+
+    return Trainer.__name__
+
+
+def run(job, *args, world_size=2, timeout=120, **kwargs):
     """Call `job` on every rank of a pool of its own (DeepSpeed changes its process for good); return the values.
 
     Raises:
@@ -78,6 +87,8 @@ def run(job, *args, world_size=2, timeout=150, **kwargs):
             pool = _POOLS[world_size] = WorkerPool(world_size)
         finally:
             del os.environ["DS_ACCELERATOR"], os.environ["TORCHDYNAMO_DISABLE"]
+        # Not part of the job's limit: importing takes minutes on a busy machine, a job seconds.
+        pool.run(_import_libraries, (), {}, 280)
     outcomes = pool.run(_on_rank, (job, args, kwargs), {}, timeout)
     if not all(outcome.ok for outcome in outcomes):
         close()

@@ -16,7 +16,7 @@ from tests.support.tiny_models import tiny_model
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "recipes" / "accelerate" / "moonlight_zero2.json"
 # The same as optim_args: DeepSpeed's rule and AdamW defaults, its two rates.
-PUBLISHED_ARGS = "muon_lr=1e-4,adam_lr=2e-6,adjust_lr_fn=original,betas=(0.9,0.95),eps=1e-10"
+PUBLISHED_ARGS = "muon_lr=1e-4,adam_lr=2e-6,adjust_lr_fn=original,betas=(0.9;0.95),eps=1e-10"
 
 
 @pytest.fixture(scope="module")

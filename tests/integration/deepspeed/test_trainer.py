@@ -116,7 +116,7 @@ def test_settings_of_zero_do_not_change_the_training(tmp_path, llama, start, ref
 @pytest.mark.parametrize("stage", [1, 3])
 def test_every_option_reaches_the_partitions(tmp_path, llama, start, references, stage):
     args = "muon_lr=2e-2,adam_lr=1e-3,adjust_lr_fn=original,ns_method=standard,ns_steps=4,nesterov=false,momentum=0.9"
-    args += ",ns_coefficients=(3.4;-4.7;2.0),muon_weight_decay=0.3,adam_weight_decay=0,exclude=k_proj,betas=(0.8,0.9)"
+    args += ",ns_coefficients=(3.4;-4.7;2.0),muon_weight_decay=0.3,adam_weight_decay=0,exclude=k_proj,betas=(0.8;0.9)"
     results = train(tmp_path, llama, stage, optim_args=args)
     reference = references(optim_args=args)
     assert distance(references(accumulation=1)["weights"], reference["weights"], start)[0] > 0.1
