@@ -15,8 +15,8 @@ from tests.support import cpu_deepspeed
 from tests.support.tiny_models import tiny_model
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "recipes" / "accelerate" / "moonlight_zero2.json"
-# The same as optim_args: DeepSpeed's rule and AdamW defaults, its two rates.
-PUBLISHED_ARGS = "muon_lr=1e-4,adam_lr=2e-6,adjust_lr_fn=original,betas=(0.9;0.95),eps=1e-10"
+# The same as optim_args: DeepSpeed's rule and AdamW defaults; rates at which float32 weights show 2e-5 of a step.
+PUBLISHED_ARGS = "muon_lr=1e-2,adam_lr=2e-3,adjust_lr_fn=original,betas=(0.9;0.95),eps=1e-10"
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,14 @@ def run(job, tmp_path, *args, **options):
 @pytest.mark.parametrize("split", [True, False], ids=["autoep_size=2", "whole experts"])
 def test_the_published_configuration_trains_experts_like_one_process(tmp_path, moonlight, split):
     """float32 instead of bf16, to compare: experts in groups of their own, each expert orthogonalized by itself."""
-    config = published(**{"bf16.enabled": False, "expert_parallel.enabled": split})
+    rates = {"optimizer.params.muon_lr": 1e-2, "optimizer.params.adam_lr": 2e-3}
+    config = published(**{"bf16.enabled": False, "expert_parallel.enabled": split, **rates})
     results = run(jobs.train, tmp_path, moonlight, config, lr_scheduler_type="constant")
     reference = jobs.train(str(tmp_path / "one"), moonlight, optim_args=PUBLISHED_ARGS, lr_scheduler_type="constant")
     start = jobs.load(moonlight).state_dict()
     same = {n: v for n, v in reference["weights"].items() if n in results[0]["weights"] and (v != start[n]).any()}
     assert len(same) == (27 if split else 30)  # AutoEP renames gate and experts
-    # The exchange of tokens sums in another order; adam_lr of 2e-6 moves a norm of 1 by 50 units in its last place.
+    # Matrices only: AdamW turns rounding of a gradient near zero into a visible part of its step (3e-5 in a norm).
     gap, name = distance(
         {n: results[0]["weights"][n] for n in same if "proj" in n}, {n: same[n] for n in same if "proj" in n}, start
     )
@@ -63,8 +64,8 @@ def test_the_published_configuration_trains_experts_like_one_process(tmp_path, m
     assert sum(result["counts"]["ours"] for result in results) == matrices * jobs.STEPS
     assert sum(result["momentum_elements"] for result in results) <= 1.05 * elements
     for result in results:
-        assert {lr for use_muon, _, lr in result["groups"] if use_muon} == {1e-4}
-        assert {lr for use_muon, _, lr in result["groups"] if not use_muon} == {2e-6}
+        assert {lr for use_muon, _, lr in result["groups"] if use_muon} == {1e-2}
+        assert {lr for use_muon, _, lr in result["groups"] if not use_muon} == {2e-3}
         experts = [names for use_muon, names, _ in result["groups"] if any("experts.w" in name for name in names)]
         assert [len(names) for names in experts] == ([3] if split else [])
         adamw = [name for use_muon, names, _ in result["groups"] if not use_muon for name in names]
