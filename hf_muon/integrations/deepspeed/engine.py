@@ -69,6 +69,8 @@ def take_over(optimizer: MuonWithAuxAdam) -> PartitionedOptimizer:
             if group["use_muon"]:
                 remember_views(group)
         optimizer.state.clear()
+        # A scheduler wraps the method of the class that it saw; torch then says once that step() was overridden.
+        vars(optimizer).pop("step", None)
         optimizer.__class__ = PartitionedOptimizer  # adds methods only; the state is made on the partitions
     assert isinstance(optimizer, PartitionedOptimizer)
     return optimizer

@@ -26,6 +26,7 @@ def test_an_optimizer_is_taken_over_in_place_and_keeps_no_whole_state():
     assert not ours.state and not ours.state_dict()["state"]
     assert isinstance(ours, hf_muon.MuonWithAuxAdam)
     assert model[0].weight.muon_view is not None
+    assert ours.step.__func__ is PartitionedOptimizer.step  # not the one that the scheduler wrapped
 
 
 def test_an_optimizer_that_has_stepped_is_refused():
