@@ -132,6 +132,8 @@ class PartitionedOptimizer(MuonWithAuxAdam):
         Args:
             closure: reevaluates the model and returns the loss; DeepSpeed gives none.
         """
+        if self._engine is None:
+            return None  # half precision under ZeRO 0: DeepSpeed steps once with zero gradients to have state made
         if self._plans is None:
             return super().step(closure)
         loss = None
