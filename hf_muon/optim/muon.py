@@ -107,9 +107,12 @@ class MuonWithAuxAdam(SharedWork, torch.optim.Optimizer):
             super().add_param_group(part)
             if not had_momentum:
                 part.pop("momentum", None)  # torch adds every default; AdamW has no use for this one
-            for param in part["params"]:
-                self.state[param] = new_state(param, part["use_muon"], self._fused(param))
+            self._start_state(part)
         self._remember_names()
+
+    def group_sizes(self) -> list[tuple[int, int]]:
+        """Return (tensors, elements) of each group, whole tensors counted, for reports."""
+        return [(len(g["params"]), sum(param.numel() for param in g["params"])) for g in self.param_groups]
 
     def rebuild_state(self, reset: Iterable[str] = ()) -> None:
         """Make the state fit the present parameters: call it after parameters in groups were replaced.
@@ -321,6 +324,11 @@ class MuonWithAuxAdam(SharedWork, torch.optim.Optimizer):
         return result
 
     # ------------------------------------------------------------------ inner workings
+
+    def _start_state(self, group: dict[str, Any]) -> None:
+        """Make the state of a group that was just added."""
+        for param in group["params"]:
+            self.state[param] = new_state(param, group["use_muon"], self._fused(param))
 
     def _fused(self, param: Tensor) -> bool:
         if self.skip_on_device and has_fused_adamw(param.device.type, param.dtype):

@@ -76,13 +76,12 @@ def _groups_table(optimizer: MuonWithAuxAdam) -> Any:
     table = Table(title="hf-muon groups", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("group", "tensors", "elements", "lr", "weight decay"):
         table.add_column(name, justify="left" if name == "group" else "right")
-    for group in optimizer.param_groups:
+    for group, (tensors, elements) in zip(optimizer.param_groups, optimizer.group_sizes(), strict=True):
         kind = "Muon" if group["use_muon"] else "AdamW"
-        elements = sum(parameter.numel() for parameter in group["params"])
         # At train begin a scheduler with warm-up has already set lr to 0; initial_lr is what was asked for.
         rate = float(group.get("initial_lr", group["lr"]))
         decay = f"{group['weight_decay']:g}"
-        table.add_row(kind, str(len(group["params"])), f"{elements:,}", f"{rate:g}", decay)
+        table.add_row(kind, str(tensors), f"{elements:,}", f"{rate:g}", decay)
     return table
 
 
