@@ -59,9 +59,7 @@ CASES = [
         {"query_key_value.weight": (0, 1, 2)},
         overrides={"new_decoder_architecture": True, "num_kv_heads": 2},
     ),
-    Case(
-        "falcon", "self_attention.dense", {"query_key_value.weight": (0, 1, 2)}, overrides={"multi_query": True}
-    ),
+    Case("falcon", "self_attention.dense", {"query_key_value.weight": (0, 1, 2)}, overrides={"multi_query": True}),
     Case("phi3", "self_attn.o_proj", {"qkv_proj.weight": (0, 1, 2)}),
     Case("dbrx", "attn.out_proj", {"Wqkv.weight": (0, 1, 2)}),
     Case("mpt", "attn.out_proj", {"Wqkv.weight": (0, 1, 2)}),
@@ -85,7 +83,9 @@ def _randomise(model: nn.Module) -> None:
 def test_a_head_is_what_reaches_the_output_projection_as_one(case: Case) -> None:
     model = tiny_model(case.model_type, case.head, **case.overrides).eval()
     _randomise(model)
-    rows = [row for row in explain_parameters(model, matrix_split="per_head") if row.name.endswith(tuple(case.projections))]
+    rows = [
+        row for row in explain_parameters(model, matrix_split="per_head") if row.name.endswith(tuple(case.projections))
+    ]
     named = dict(model.named_parameters())
     config = model.config
     num_heads = config.num_attention_heads
@@ -129,7 +129,10 @@ def _perturb(named: dict[str, nn.Parameter], rows: list, part: int, heads: list[
 
 
 def test_key_and_value_heads_are_counted_on_their_own_and_the_output_stays_whole() -> None:
-    rows = {row.name.split("layers.0.")[-1]: row for row in explain_parameters(tiny_model("llama"), matrix_split="per_head")}
+    rows = {
+        row.name.split("layers.0.")[-1]: row
+        for row in explain_parameters(tiny_model("llama"), matrix_split="per_head")
+    }
     shapes = {name: row.view.matrix_shapes(row.shape) for name, row in rows.items() if row.is_muon}
     assert shapes["self_attn.q_proj.weight"] == [(4, 8, 32)]
     assert shapes["self_attn.k_proj.weight"] == shapes["self_attn.v_proj.weight"] == [(2, 8, 32)]
@@ -155,7 +158,9 @@ def test_glm5_gets_its_own_rule() -> None:
 
 def test_gates_and_state_space_projections_stay_as_fused_leaves_them() -> None:
     model = tiny_model("qwen3_next", device="meta")
-    views = {row.name.rsplit("layers.", 1)[-1][2:]: row.view for row in explain_parameters(model, matrix_split="per_head")}
+    views = {
+        row.name.rsplit("layers.", 1)[-1][2:]: row.view for row in explain_parameters(model, matrix_split="per_head")
+    }
     assert views["self_attn.q_proj.weight"].head_rows == (8, 0)  # query by head, output gate whole
     assert views["linear_attn.in_proj_qkvz.weight"].head_rows == (8, 8, 8, 0)
     assert not views["linear_attn.in_proj_ba.weight"].head_rows
@@ -189,13 +194,18 @@ def test_numbers_that_do_not_fit_leave_the_projection_whole(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, logger="hf_muon"):
         rows = explain_parameters(model, matrix_split="per_head")
     assert [bool(row.view.head_rows) for row in rows if "q_proj" in row.name] == [False, True]
-    assert "LlamaAttention.q_proj is orthogonalized as one matrix: heads unknown, 32 rows are no heads of 7" in caplog.text
+    assert (
+        "LlamaAttention.q_proj is orthogonalized as one matrix: heads unknown, 32 rows are no heads of 7"
+        in caplog.text
+    )
 
 
 def test_a_view_by_head_survives_json_and_refuses_local_rows() -> None:
     view = MatrixView(groups=2, parts=(4, 2, 2), head_rows=(2, 2, 0))
     assert MatrixView.from_dict(view.to_dict()) == view
-    old = {key: value for key, value in MatrixView(parts=(2, 2)).to_dict().items() if key not in ("head_rows", "routed")}
+    old = {
+        key: value for key, value in MatrixView(parts=(2, 2)).to_dict().items() if key not in ("head_rows", "routed")
+    }
     assert MatrixView.from_dict(old) == MatrixView(parts=(2, 2))  # what an earlier version wrote
     tensor = torch.randn(16, 5)
     assert view.matrix_shapes((16, 5)) == [(4, 2, 5), (2, 2, 5), (1, 4, 5)]
