@@ -264,4 +264,5 @@ def runner_of(site: Site) -> tuple[nn.Module, str]:
 
 @functools.cache
 def note_left_whole(class_name: str, leaf: str, why: str) -> None:
+    """Say once that a projection which looks as if it held several matrices is taken as one."""
     logger.info("%s.%s is orthogonalized as one matrix: %s.", class_name, leaf, why)

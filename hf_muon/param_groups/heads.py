@@ -21,14 +21,15 @@ from .fused import has_layout, is_upstream, note_left_whole, runner_of
 from .sites import Site, class_name
 from .views import MatrixView
 
-_QUERIES_AND_KEYS = frozenset(
-    "q_proj k_proj q_b_proj query key q_lin k_lin query_proj key_proj q k to_q to_k query_global key_global".split()
-)
-_VALUES = frozenset("v_proj value v_lin value_proj v to_v value_global".split())
-_FUSED = frozenset(
-    "c_attn query_key_value qkv_proj Wqkv qkv qkv_linear in_proj_weight in_proj kv_proj to_kv kv_b_proj q_proj "
-    "q_gate_proj in_proj_qkvz in_proj_qkv".split()
-)
+_QUERY_KEY_NAMES = """
+q_proj k_proj q_b_proj query key q_lin k_lin query_proj key_proj q k to_q to_k query_global key_global"""
+_VALUE_NAMES = "v_proj value v_lin value_proj v to_v value_global"
+_FUSED_NAMES = """
+c_attn query_key_value qkv_proj Wqkv qkv qkv_linear in_proj_weight in_proj kv_proj to_kv kv_b_proj q_proj q_gate_proj
+in_proj_qkvz in_proj_qkv"""
+_VALUES = frozenset(_VALUE_NAMES.split())
+_SEPARATE = _VALUES | frozenset(_QUERY_KEY_NAMES.split())
+_FUSED = frozenset(_FUSED_NAMES.split())
 # What attention modules call the rows of one head and the number of query heads.
 _SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_head", "d_head", "head_size")
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_k_heads")
@@ -45,7 +46,7 @@ def split_heads(site: Site, view: MatrixView, shape: tuple[int, ...]) -> MatrixV
     """
     runner, leaf = runner_of(site)
     fused = bool(view.parts) and leaf in _FUSED
-    if (site.lora and site.lora != "B") or not (fused or (not view.parts and leaf in _QUERIES_AND_KEYS | _VALUES)):
+    if (site.lora and site.lora != "B") or not (fused or (not view.parts and leaf in _SEPARATE)):
         return view
     if fused and not _is_attention(runner, leaf):
         return view
@@ -86,9 +87,9 @@ def _size(runner: Any, leaf: str, rows: int) -> int:
         ValueError: the module does not say, or what it says does not fit.
     """
     config = getattr(runner, "config", None)
-    counts = [n for owner in (runner, config) for name in _COUNTS if _positive(n := getattr(owner, name, None))]
+    counts = [n for owner in (runner, config) for n in _positive_numbers(owner, _COUNTS)]
     own = "v_head_dim" if leaf in _VALUES else "qk_head_dim"
-    size = next((n for name in (own, *_SIZES) if _positive(n := getattr(runner, name, None))), None)
+    size = next(iter(_positive_numbers(runner, (own, *_SIZES))), None)
     grouped = any(hasattr(owner, name) for owner in (runner, config) for name in _KEY_COUNTS)
     if size is None and counts and not grouped and rows % counts[0] == 0:
         size = rows // counts[0]  # as many keys as queries: the count says it all
@@ -96,8 +97,9 @@ def _size(runner: Any, leaf: str, rows: int) -> int:
         raise ValueError("the module names no head size")
     if rows % size or (counts and all(count % (rows // size) for count in counts)):
         raise ValueError(f"{rows} rows are no heads of {size} for {' or '.join(map(str, counts))} query heads")
-    return int(size)
+    return size
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
+def _positive_numbers(owner: Any, names: Sequence[str]) -> list[int]:
+    values = (getattr(owner, name, None) for name in names)
+    return [value for value in values if isinstance(value, int) and value > 0]

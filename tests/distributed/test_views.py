@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' fused projections, attention heads and experts on 2 ranks against one process, all with our optimizer."""
+"""Fused projections, attention heads and experts of transformers on 2 ranks against one process."""
 
 import functools
 

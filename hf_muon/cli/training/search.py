@@ -126,9 +126,9 @@ def describe_model(recipe: Recipe, task: Task) -> dict[str, Any]:
     from ...param_groups import check_coverage, explain_parameters
 
     model = build_model(recipe, task, recipe.search.seeds[0])
-    patterns = {key: _patterns(recipe.optimizer.get(key)) for key in ("include", "exclude")}
-    choices = {key: recipe.optimizer[key] for key in ("matrix_split", "conv") if key in recipe.optimizer}
-    rows = explain_parameters(model, **patterns, **choices)
+    options: dict[str, Any] = {key: _patterns(recipe.optimizer.get(key)) for key in ("include", "exclude")}
+    options |= {key: recipe.optimizer[key] for key in ("matrix_split", "conv") if key in recipe.optimizer}
+    rows = explain_parameters(model, **options)
     check_coverage(rows)
     routed = {
         name: {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two steps through the stock Trainer for ninety-six model types: exactly the intended tensors move, all stay finite."""
+"""Two steps through the stock Trainer for ninety-six model types: the intended tensors move, no others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from tests.support.zoo_inputs import OVERRIDES, collate, rows_for
 from tests.unit.param_groups.expected_routing import EXPECTED, expected_names, short_name
 
 # Left out to save time: line-for-line relatives of types that are here (and three with large fixed sizes).
-RELATIVES = set(
-    """arcee biogpt blenderbot camembert cohere cohere2 data2vec-text dots1 ernie ernie4_5 exaone4 flex_olmo gemma
-    gemma3_text glm4 granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe ibert ijepa lfm2_moe m2m_100 marian mbart
-    megatron-bert ministral mt5 nemotron_h nystromformer olmo2 olmo3 pegasus pegasus_x phimoe plbart qwen2 qwen2_vl
-    roformer seed_oss smollm3 stablelm t5gemma umt5 vaultgemma xglm xlm-roberta""".split()
-)
-ZOO = [(model_type, head) for model_type, head in sorted(EXPECTED) if model_type not in RELATIVES]
+RELATIVES = """
+arcee biogpt blenderbot camembert cohere cohere2 data2vec-text dots1 ernie ernie4_5 exaone4 flex_olmo gemma gemma3_text
+glm4 granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe ibert ijepa lfm2_moe m2m_100 marian mbart megatron-bert
+ministral mt5 nemotron_h nystromformer olmo2 olmo3 pegasus pegasus_x phimoe plbart qwen2 qwen2_vl roformer seed_oss
+smollm3 stablelm t5gemma umt5 vaultgemma xglm xlm-roberta"""
+ZOO = [(model_type, head) for model_type, head in sorted(EXPECTED) if model_type not in RELATIVES.split()]
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +50,10 @@ def watch_gradients(model: torch.nn.Module) -> dict[str, bool]:
 
 def test_the_zoo_holds_at_least_eighty_types() -> None:
     assert len({model_type for model_type, _ in ZOO}) >= 80
-    assert RELATIVES <= {model_type for model_type, _ in EXPECTED}
+    assert {model_type for model_type, _ in EXPECTED} >= RELATIVES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "head"), ZOO, ids=["-".join(pair) for pair in ZOO])
 def test_two_steps_move_exactly_the_intended_tensors(model_type: str, head: str, args: TrainingArguments) -> None:
     model = tiny_model(model_type, head, **OVERRIDES.get(model_type, {}))
