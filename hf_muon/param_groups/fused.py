@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from .sites import Site, class_name
+from .layouts import known_raw_view
+from .sites import Site, class_name, true_shape
 from .views import MatrixView
 
 logger = logging.getLogger("hf_muon.param_groups")
@@ -227,6 +228,8 @@ def split_fused(site: Site, view: MatrixView, shape: tuple[int, ...]) -> MatrixV
     runner, leaf = runner_of(site)
     rows = view.matrix_shapes(shape)[0][1]
     reader = _reader(runner, leaf)
+    if site.adapted and rows != _output_rows(runner, leaf):
+        return view  # the adapter takes inputs for outputs: its `B` has other rows
     if reader is None:
         if _LOOKS_FUSED.search(leaf):
             note_left_whole(class_name(runner), leaf, "no layout is known for it")
@@ -239,6 +242,12 @@ def split_fused(site: Site, view: MatrixView, shape: tuple[int, ...]) -> MatrixV
         note_left_whole(class_name(runner), leaf, str(error))
         return view
     return split
+
+
+def _output_rows(module: nn.Module, leaf: str) -> int:
+    shape = true_shape(getattr(module, leaf))
+    view = known_raw_view(module, leaf, shape)
+    return 0 if view is None else view.matrix_shapes(shape)[0][1]
 
 
 def _reader(runner: nn.Module, leaf: str) -> Reader | None:
@@ -257,6 +266,8 @@ def is_upstream(module: nn.Module) -> bool:
 
 def runner_of(site: Site) -> tuple[nn.Module, str]:
     """Return the module whose forward pass runs the projection, and the projection's name there."""
+    if site.adapted is not None:
+        return site.adapted[:2]
     if site.leaf == "weight" or site.lora:
         return site.logical_parent, site.logical_path.rpartition(".")[2]
     return site.module, site.leaf

@@ -233,13 +233,21 @@ def _by_matrix_type(site: Site, shape: tuple[int, ...]) -> Verdict | None:
         return Verdict(True, "matrix", "Conv1D, stored (in, out)", MatrixView(transposed=True))
     if site.leaf == "weight" and _is_linear(module, shape):
         what = f"LoRA matrix (lora_{site.lora})" if site.lora else f"linear layer ({class_name(module)})"
-        return Verdict(True, "lora" if site.lora else "matrix", what)
+        return Verdict(True, "lora" if site.lora else "matrix", what, _adapter_view(site))
     return None
 
 
 def _is_routed(module: nn.Module, shape: tuple[int, ...], view: MatrixView) -> bool:
     """Tell stacks of which a router uses a part from shared experts, which always run."""
     return (len(shape) == 3 or view.stack > 1) and "Shared" not in class_name(module)
+
+
+def _adapter_view(site: Site) -> MatrixView:
+    """Return the view of a LoRA matrix: one matrix, or one per expert of the stack that PEFT adapts."""
+    if site.adapted is None:
+        return MatrixView()
+    count = site.adapted[2]
+    return MatrixView(stack=count, routed=True) if site.lora == "A" else MatrixView(alternating=count, routed=True)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -25,6 +25,8 @@ class MatrixView:
         groups: the output rows come as this many equal blocks (heads, tensor-parallel slices) ...
         parts: ... each of them holding consecutive parts of these many rows. Part i of every block together is
             matrix i. Empty: one matrix.
+        alternating: the columns hold this many matrices in turn, as PEFT stores the `B` of an adapter on a stack of
+            experts: (m, r*alternating) is read as (alternating, m, r).
         head_rows: for each part (one entry where there are no parts) the rows of one attention head, 0 for a part
             that stays whole. The heads of a part come as a batch: (heads, head_rows, n).
         routed: the matrices of the batch are experts: one whose gradient is exactly zero had no token in this step
@@ -36,12 +38,13 @@ class MatrixView:
     parts: tuple[int, ...] = ()
     stack: int = 1
     flatten: bool = False
+    alternating: int = 1
     head_rows: tuple[int, ...] = ()
     routed: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers once, so that the optimizer can trust them."""
-        if self.groups < 1 or self.stack < 1 or any(rows < 1 for rows in self.parts):
+        if min(self.groups, self.stack, self.alternating, *self.parts) < 1:
             raise ValueError(f"MatrixView must have groups, stack and parts of at least 1; got {self}.")
         if self.head_rows and (min(self.head_rows) < 0 or len(self.head_rows) != max(1, len(self.parts))):
             raise ValueError(f"MatrixView must have one entry of head_rows per part, 0 or more; got {self}.")
@@ -106,6 +109,8 @@ class MatrixView:
         storage = matrix.mT if self.transposed else matrix
         if self.stack > 1:
             storage = storage.reshape(-1, storage.shape[-1])
+        if self.alternating > 1:
+            storage = storage.movedim(0, -1).flatten(-2)
         if like is not None:
             storage = storage.reshape(like.shape).to(like.dtype)
         elif self.flatten:
@@ -131,6 +136,7 @@ class MatrixView:
             "parts": list(self.parts),
             "stack": self.stack,
             "flatten": self.flatten,
+            "alternating": self.alternating,
             "head_rows": list(self.head_rows),
             "routed": self.routed,
         }
@@ -144,11 +150,15 @@ class MatrixView:
         """Reduce true/false values in storage layout to "any in this matrix of the batch".
 
         Args:
-            flags: bool, in the storage layout of a `routed` parameter: (E, ., .), or (E*m, n) with `stack`.
+            flags: bool, in the storage layout of a `routed` parameter: (E, ., .), (E*m, n) with `stack`, or (m, r*E)
+                with `alternating`.
 
         Returns:
-            Bool tensor that broadcasts against the storage: (E, 1, 1), or (E*m, 1).
+            Bool tensor that broadcasts against the storage: (E, 1, 1), (E*m, 1) or (1, r*E).
         """
+        if self.alternating > 1:
+            experts = flags.unflatten(1, (-1, self.alternating)).flatten(0, 1).any(dim=0)
+            return experts.repeat(flags.shape[1] // self.alternating)[None]
         if self.stack == 1:
             return flags.flatten(1).any(dim=1)[(...,) + (None,) * (flags.ndim - 1)]
         experts = flags.unflatten(0, (self.stack, -1)).flatten(1).any(dim=1, keepdim=True)
@@ -164,6 +174,12 @@ class MatrixView:
                     f"MatrixView must see rows in {self.stack} equal matrices; got shape {tuple(tensor.shape)}."
                 )
             matrix = matrix.unflatten(0, (self.stack, -1))
+        if self.alternating > 1:
+            if matrix.ndim != 2 or matrix.shape[1] % self.alternating:
+                raise ValueError(
+                    f"MatrixView must see columns of {self.alternating} equal matrices; got {tuple(tensor.shape)}."
+                )
+            matrix = matrix.unflatten(1, (-1, self.alternating)).movedim(-1, 0)
         return matrix.mT if self.transposed else matrix
 
     def _parts_of(self, matrix: Tensor, shape: Sequence[int]) -> list[Tensor]:

@@ -28,6 +28,8 @@ STORED = {
     "experts, fused": ((4, 64, 32), MatrixView(parts=(32, 32), routed=True)),
     "experts, interleaved and transposed": ((4, 32, 64), MatrixView(transposed=True, groups=32, parts=(1, 1))),
     "stacked": ((96, 32), MatrixView(stack=4, transposed=True, routed=True)),
+    "adapter A of experts": ((32, 24), MatrixView(stack=4, routed=True)),
+    "adapter B of experts": ((48, 16), MatrixView(alternating=4, parts=(32, 16), routed=True)),
     "kernel": ((32, 16, 2, 2), MatrixView(flatten=True)),
     "transposed kernel": ((32, 16, 2, 2), MatrixView(flatten=True, transposed=True)),
 }
@@ -73,6 +75,15 @@ EXPERTS = {
 
 def experts_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(6, -1, tensor.shape[-1])
+
+
+def test_case_22_an_adapter_of_an_expert_without_a_token_keeps_its_columns() -> None:
+    entry = entry_of(MatrixView(alternating=6, routed=True), (8, 12))
+    entry.grad[:, 4::6] = 0.0
+    before = entry.param.clone(), entry.momentum.clone()
+    muon_update_([entry], MuonOptions(0.1, 0.5, 0.95, True, "gram", 5, "keller", "float32", "original"))
+    for now, then in zip((entry.param, entry.momentum), before, strict=True):
+        assert [torch.equal(now[:, e::6], then[:, e::6]) for e in range(6)] == [e == 4 for e in range(6)]
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
