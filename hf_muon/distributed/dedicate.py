@@ -222,7 +222,8 @@ def _is_tagged(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _check_matrix(name: str, parameter: nn.Parameter) -> None:
-    if parameter.ndim not in (2, 3):
+    flattened = bool(getattr(getattr(parameter, "muon_view", None), "flatten", False))
+    if parameter.ndim not in (2, 3) and not (flattened and parameter.ndim > 3):
         raise ValueError(
             f"{name} must have 2 dimensions (or 3, batch first) to get an owner; got {parameter.ndim}. "
             "Leave it out of the predicate."

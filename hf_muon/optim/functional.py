@@ -46,7 +46,11 @@ class MuonOptions:
 
 @dataclass(frozen=True)
 class MuonEntry:
-    """One parameter of a step: `param`, `grad` and `momentum` in the same layout, and its view."""
+    """One parameter of a step: `param`, `grad` and `momentum` in the same layout, and its view.
+
+    Of a `routed` view, an expert whose slice of the gradient is exactly zero (no token reached it) is left as it is,
+    like a parameter without gradient: no decay, no update, its momentum kept.
+    """
 
     param: Tensor
     grad: Tensor
@@ -93,7 +97,8 @@ def muon_update_(
         updates, its orthogonalized copy, and what Newton-Schulz needs.
     """
     for batch in _batches(entries, max_batch_bytes):
-        updates = [_momentum_update_(entry, options, skip) for entry in batch]
+        masks = [_untouched(entry, skip) for entry in batch]
+        updates = [_momentum_update_(entry, options, mask) for entry, mask in zip(batch, masks, strict=True)]
         matrices = [entry.view.matrices(update) for entry, update in zip(batch, updates, strict=True)]
         flat = newton_schulz_many(
             [matrix for group in matrices for matrix in group],
@@ -103,10 +108,10 @@ def muon_update_(
             dtype=options.ns_dtype,
         )
         position = 0
-        for entry, update, group in zip(batch, updates, matrices, strict=True):
+        for entry, update, mask, group in zip(batch, updates, masks, matrices, strict=True):
             orthogonal = flat[position : position + len(group)]
             flat[position : position + len(group)] = []  # lets each result go as soon as it is applied
-            _apply_(entry, orthogonal, update, options, skip, squares)
+            _apply_(entry, orthogonal, update, options, mask, squares)
 
 
 def _batches(entries: Iterable[MuonEntry], limit: int) -> Iterator[list[MuonEntry]]:
@@ -128,6 +133,17 @@ def _matrix_shapes(view: MatrixView, shape: tuple[int, ...]) -> tuple[tuple[int,
     return tuple(view.matrix_shapes(shape))
 
 
+def _untouched(entry: MuonEntry, skip: Tensor | None) -> Tensor | None:
+    """Return where nothing may change: `skip`, and the experts without a token; a bool tensor or None."""
+    if not entry.view.routed:
+        return skip
+    nonzero = whole_matrix(local_tensor(entry.grad) != 0, entry.param)
+    idle = ~entry.view.per_matrix(nonzero)
+    if needs_gather(entry.param):  # its shards may cut an expert or the rows of one
+        idle = local_part(idle.expand(entry.param.shape).contiguous(), entry.param)
+    return idle if skip is None else idle | skip.to(idle.device)
+
+
 def _momentum_update_(entry: MuonEntry, options: MuonOptions, skip: Tensor | None) -> Tensor:
     """Fold the gradient into the momentum and return the whole update in the momentum's dtype."""
     momentum = local_tensor(entry.momentum)
@@ -138,8 +154,8 @@ def _momentum_update_(entry: MuonEntry, options: MuonOptions, skip: Tensor | Non
         skip = skip.to(momentum.device)
         grad = torch.where(skip, torch.zeros((), dtype=grad.dtype, device=grad.device), grad)
         # A weight of exactly zero leaves the momentum as it is; the other value is what the host path uses.
-        weight = torch.full((), 1.0 - options.momentum, dtype=momentum.dtype, device=momentum.device)
-        momentum.lerp_(grad, weight.masked_fill(skip, 0.0))
+        weight = torch.full(skip.shape, 1.0 - options.momentum, dtype=momentum.dtype, device=momentum.device)
+        momentum.lerp_(grad, weight.masked_fill_(skip, 0.0))
     update = torch.lerp(grad, momentum, options.momentum) if options.nesterov else momentum
     return whole_matrix(update, entry.param)
 
@@ -153,20 +169,18 @@ def _apply_(
     squares: list[Tensor] | None,
 ) -> None:
     """Decay the parameter and move it along the orthogonalized matrices."""
-    scales = [adjust_scale(options.adjust_lr_fn, matrix.shape[-2], matrix.shape[-1]) for matrix in orthogonal]
-    if len(set(scales)) > 1:  # a fused parameter whose parts differ in shape
-        orthogonal = [matrix * scale for matrix, scale in zip(orthogonal, scales, strict=True)]
-        scales = [1.0]
+    for matrix in orthogonal:  # scaled before they are put together: a part moves as it would on its own, to the bit
+        matrix.mul_(adjust_scale(options.adjust_lr_fn, matrix.shape[-2], matrix.shape[-1]))
     direction = local_part(entry.view.assemble(orthogonal, like=update), entry.param)
-    alpha, decay = -options.lr * scales[0], 1.0 - options.lr * options.weight_decay
+    alpha, decay = -options.lr, 1.0 - options.lr * options.weight_decay
     target = local_tensor(entry.param)
     weight = target if target.dtype == direction.dtype else target.to(direction.dtype)
     if skip is None:
         weight.mul_(decay)
     else:
         skip = skip.to(weight.device)
-        weight.mul_(torch.full((), decay, dtype=weight.dtype, device=weight.device).masked_fill(skip, 1.0))
-        direction = direction * (~skip).to(direction.dtype)
+        weight.mul_(torch.full(skip.shape, decay, dtype=weight.dtype, device=weight.device).masked_fill_(skip, 1.0))
+        direction.mul_((~skip).to(direction.dtype))
     weight.add_(direction, alpha=alpha)
     if weight is not target:
         target.copy_(weight)

@@ -91,7 +91,7 @@ def test_bad_values_get_one_clear_sentence(text, sentence):
         MuonConfig.from_optim_args(text)
 
 
-@pytest.mark.parametrize("text", ["qk_clip=100", "offload=cpu", "momentum_dtype=bfloat16", "matrix_split=per_head"])
+@pytest.mark.parametrize("text", ["qk_clip=100", "offload=cpu", "momentum_dtype=bfloat16"])
 def test_options_of_later_versions_are_refused_not_ignored(text):
     with pytest.raises(NotImplementedError, match="is not available in this version"):
         MuonConfig.from_optim_args(text)

@@ -163,8 +163,9 @@ def describe_model(recipe: Recipe, task: Task) -> dict[str, Any]:
     from ...param_groups import check_coverage, explain_parameters
 
     model = meta_model(recipe, task)
-    options = {key: _patterns(recipe.optimizer.get(key)) for key in ("include", "exclude")}
-    rows = explain_parameters(model, matrix_split=recipe.optimizer.get("matrix_split", "auto"), **options)
+    options: dict[str, Any] = {key: _patterns(recipe.optimizer.get(key)) for key in ("include", "exclude")}
+    options |= {key: recipe.optimizer[key] for key in ("matrix_split", "conv") if key in recipe.optimizer}
+    rows = explain_parameters(model, **options)
     check_coverage(rows)
     routed = {
         name: {

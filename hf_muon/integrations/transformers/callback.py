@@ -12,7 +12,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ...optim import MuonWithAuxAdam
 from .factory import routing_of
-from .routing_table import render_routing, show_once
+from .routing_table import fine_tuning_advice, render_routing, show_once, warn_once
 from .trainer_options import asks_for_dmuon
 
 logger = logging.getLogger("hf_muon.integrations.transformers")
@@ -44,8 +44,10 @@ class MuonCallback(TrainerCallback):
         self._rates = {}
         if self._optimizer is None or not state.is_world_process_zero:
             return
-        text = render_routing(self._optimizer, routing_of(self._optimizer))
-        show_once(text, to_stderr=not args.disable_tqdm)
+        rows = routing_of(self._optimizer)
+        show_once(render_routing(self._optimizer, rows), to_stderr=not args.disable_tqdm)
+        if rows and (advice := fine_tuning_advice(kwargs["model"], rows)):
+            warn_once(advice)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the step when a log entry follows; DeepSpeed steps before `on_pre_optimizer_step`."""

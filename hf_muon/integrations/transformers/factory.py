@@ -85,7 +85,11 @@ class OptimizerFactory:
         if model in replicas:
             model = replicas[0].module
         rows = explain_parameters(
-            model, include=config.include, exclude=config.exclude, matrix_split=config.resolved_matrix_split
+            model,
+            include=config.include,
+            exclude=config.exclude,
+            matrix_split=config.resolved_matrix_split,
+            conv=config.conv,
         )
         check_coverage(rows)
         apply_tags(model, rows)
