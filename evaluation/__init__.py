@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of the recipes: held-out loss and exact match."""
+"""Metrics of the recipes, and the published evaluations: GSM8K, MMLU, MBPP, MBPP+."""

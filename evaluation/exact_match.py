@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
+
+from .significance import standard_error as standard_error
 
 
 def exact_match(predictions: Sequence[str], references: Sequence[str]) -> float:
@@ -20,11 +21,6 @@ def exact_match(predictions: Sequence[str], references: Sequence[str]) -> float:
             f"predictions must match the references one to one; got {len(predictions)} and {len(references)}."
         )
     return sum(p.strip() == r.strip() for p, r in zip(predictions, references, strict=True)) / len(references)
-
-
-def standard_error(share: float, count: int) -> float:
-    """Return the binomial standard error of a share of `count` rows."""
-    return math.sqrt(share * (1 - share) / count)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .optim import MuonWithAuxAdam
     from .orthogonalize import newton_schulz
     from .param_groups import explain_parameters, tag_parameters
+    from .planning.plan import plan
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _PUBLIC = {
     "ownership": "distributed",
     "explain_parameters": "param_groups",
     "newton_schulz": "orthogonalize",
+    "plan": "planning.plan",
     "tag_parameters": "param_groups",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "explain_parameters",
     "newton_schulz",
     "ownership",
+    "plan",
     "tag_parameters",
 ]
 

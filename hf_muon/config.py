@@ -22,12 +22,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "adjust_lr_fn": ("match_rms_adamw", "original", "none"),
     "fused_adam": ("auto", "true", "false"),
     "matrix_split": ("auto", "none", "fused", "per_head"),
+    "conv": ("adamw", "flatten"),
     "dmuon": ("auto", "z2", "z3", "off"),
     "momentum_dtype": ("float32", "bfloat16"),
     "offload": ("none", "cpu"),
     "stochastic_rounding": ("auto", "true", "false"),
 }
-_NOT_YET = {"matrix_split": ("per_head",)}
 _RATES = ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay", "eps")
 _ALIASES = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -68,7 +68,10 @@ class MuonConfig:
         "match_rms_adamw", "match_rms_adamw: 0.2*sqrt(max(M, N)); original: sqrt(max(1, M/N)); none: 1"
     )
     fused_adam: str | bool = _option("auto", "fused AdamW where the device has it, else foreach")
-    matrix_split: str = _option("auto", "none; fused: QKV and gate-up split into their matrices; auto = fused")
+    matrix_split: str = _option(
+        "auto", "none; fused: QKV and gate-up split into their matrices; per_head: Q, K, V by head too; auto = fused"
+    )
+    conv: str = _option("adamw", "convolution kernels: adamw; flatten: (out, in * kernel) matrices on Muon")
     qk_clip: float | None = _option(
         None, "MuonClip: threshold on the attention logit of a head, for instance 100; off"
     )
@@ -175,17 +178,8 @@ class MuonConfig:
     # ------------------------------------------------------------------ checks
 
     def _check_choices(self) -> None:
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(allowed)}; got {value!r}.{nearest(value, allowed)}"
-                )
-            if value in _NOT_YET.get(name, ()):
-                usable = [choice for choice in allowed if choice not in _NOT_YET[name]]
-                raise NotImplementedError(
-                    f"{name}={value} is not available in this version. Use {name}={' or '.join(usable)}."
-                )
+        for name in _CHOICES:
+            check_choice(name, getattr(self, name))
 
     def _check_numbers(self) -> None:
         for name in (*_RATES, "qk_clip"):
@@ -223,6 +217,13 @@ class MuonConfig:
                     re.compile(pattern)
                 except re.error as error:
                     raise ValueError(f"{name} must hold regular expressions; got {pattern!r} ({error}).") from None
+
+
+def check_choice(name: str, value: object) -> None:
+    """Raise ValueError where `value` is not among the named values of option `name`."""
+    allowed = _CHOICES[name]
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{nearest(value, allowed)}")
 
 
 def parse_key_values(text: str) -> dict[str, str]:

@@ -47,11 +47,14 @@ def _root(
 
 def _register_commands() -> None:
     from . import launch
-    from .commands import env, params, recipes, run
+    from .commands import env, params, plan, recipes, run
+    from .commands import eval as evaluation
 
     app.command("run")(run.run)
     app.command("recipes")(recipes.recipes)
     app.command("params")(params.params)
+    app.command("eval")(evaluation.evaluate)
+    app.command("plan")(plan.plan)
     app.command("env")(env.env)
     app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 

@@ -53,6 +53,10 @@ class SearchProgress:
         self._bars.update(self._run, completed=step, note=f"loss {loss:.3f}")
         self._bars.advance(self._all)
 
+    def row(self, done: int, total: int) -> None:
+        """Move the bar of a benchmark."""
+        self._bars.update(self._run, total=total, completed=done, description="benchmark rows", note="")
+
     def end_run(self, run: dict[str, Any]) -> None:
         """Print the line that stays."""
         scores = run["eval"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .._compat_ddp import has_comm_hook, joins_uneven_inputs
 from .collectives import Communicator, RankGrid
 from .exchange import Exchange, pack_parcels
 from .owned_gradient import Content, NormTable, OwnedGradient
-from .ownership import Matrix, OwnershipPlan, build_plan, ns_cost
+from .ownership import Matrix, OwnershipPlan, build_plan
 from .streams import Pending
 from .validation import compare_ranks
 
@@ -231,7 +232,7 @@ class ReplicaOwners:
         norms = NormTable(table, self.comm.all_reduce("exchange of gradient norms", table, kind="control"))
         for index, values in locals_.items():
             rank = self.comm.grid.global_rank(self.plan.owners[index])
-            content = Content(self.plan.matrices[index].name, rank, values, lambda index=index: norms.row(index))
+            content = Content(self.plan.matrices[index].name, rank, values, partial(norms.row, index))
             self.parameters[index].grad = OwnedGradient(self.parameters[index], content)
 
 
@@ -277,7 +278,10 @@ def dedicate_replicas(
     try:
         _check_dense(ddp)
         rows = [
-            Matrix(name, tuple(p.shape), _layer_of(name), ns_cost(p), p.element_size()) for name, p in matrices.items()
+            Matrix.of_parameter(
+                name, p.shape, _layer_of(name), view=getattr(p, "muon_view", None), element_size=p.element_size()
+            )
+            for name, p in matrices.items()
         ]
         dtypes = sorted({str(parameter.dtype) for parameter in matrices.values()})
         plan = build_plan(rows, shard=grid.size, settings=f"ddp {dtypes} {reason}")

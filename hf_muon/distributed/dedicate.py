@@ -18,7 +18,7 @@ from .._compat import fsdp_precision
 from .collectives import Communicator, RankGrid
 from .hooks import attach_hooks
 from .owned import OwnedDTensor, OwnerLayout, own, own_parameter
-from .ownership import Matrix, OwnershipPlan, build_plan, ns_cost
+from .ownership import Matrix, OwnershipPlan, build_plan
 from .runtime import DMuonRuntime, find_runtime
 from .standard import from_rank_zero
 from .unit import OwnedMatrix, Unit
@@ -166,8 +166,8 @@ def attach(
     comm = Communicator(grid, _device_of(mesh), placement.timeout)
     has_values = not any(matrix.parameter.is_meta for matrix in detached)
     try:
-        homes = _assign_units(model, detached)
-        plan = _make_plan(detached, homes, grid, placement)
+        homes = assign_units(model, detached)
+        plan = make_plan(detached, homes, grid, placement)
     except Exception as error:
         put_back(detached)
         try:
@@ -180,7 +180,29 @@ def attach(
     except BaseException:
         put_back(detached)
         raise
-    sources = [report.has_values for report in reports]
+    return start_runtime(model, detached, plan, homes, comm, placement, [report.has_values for report in reports])
+
+
+def start_runtime(
+    model: nn.Module,
+    detached: list[DetachedMatrix],
+    plan: OwnershipPlan,
+    homes: dict[str, str],
+    comm: Communicator,
+    placement: Placement,
+    sources: list[bool],
+) -> DMuonRuntime:
+    """Put the matrices back by a plan that all ranks share: what `attach` does after the comparison.
+
+    Args:
+        model: the root module, after its `fully_shard` calls.
+        detached: what `detach` returned.
+        plan: the ownership plan, known to be the same on all ranks.
+        homes: FQN of the unit of every matrix.
+        comm: the communicator.
+        placement: mode and dtypes.
+        sources: which grid positions have the weights.
+    """
     matrices, replaced = _own_all(detached, plan, comm, placement, sources)
     units = _make_units(model, matrices, homes, comm, placement)
     runtime = DMuonRuntime(model, units, plan, comm, replaced)
@@ -200,7 +222,8 @@ def _is_tagged(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _check_matrix(name: str, parameter: nn.Parameter) -> None:
-    if parameter.ndim not in (2, 3):
+    flattened = bool(getattr(getattr(parameter, "muon_view", None), "flatten", False))
+    if parameter.ndim not in (2, 3) and not (flattened and parameter.ndim > 3):
         raise ValueError(
             f"{name} must have 2 dimensions (or 3, batch first) to get an owner; got {parameter.ndim}. "
             "Leave it out of the predicate."
@@ -215,7 +238,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _assign_units(model: nn.Module, detached: list[DetachedMatrix]) -> dict[str, str]:
+def assign_units(model: nn.Module, detached: list[DetachedMatrix]) -> dict[str, str]:
     """Return the unit's FQN of every matrix: the innermost wrapped module that contains all its places."""
     paths: dict[nn.Module, list[str]] = {}
 
@@ -238,15 +261,19 @@ def _assign_units(model: nn.Module, detached: list[DetachedMatrix]) -> dict[str,
     return homes
 
 
-def _make_plan(
+def make_plan(
     detached: list[DetachedMatrix], homes: dict[str, str], grid: RankGrid, placement: Placement
 ) -> OwnershipPlan:
+    """Choose the owners of detached matrices on a grid. Not a collective."""
     rows = []
     for matrix in detached:
         parameter = matrix.parameter
         dtype = placement.master_dtype or parameter.dtype
+        view = getattr(parameter, "muon_view", None)
         rows.append(
-            Matrix(matrix.name, tuple(parameter.shape), homes[matrix.name], ns_cost(parameter), dtype.itemsize)
+            Matrix.of_parameter(
+                matrix.name, parameter.shape, homes[matrix.name], view=view, element_size=dtype.itemsize
+            )
         )
     dtypes = sorted({str(matrix.parameter.dtype) for matrix in detached})
     return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=f"{placement} {dtypes}")

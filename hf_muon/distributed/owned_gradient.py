@@ -133,7 +133,9 @@ class OwnedGradient(Tensor):
         return plain_torch_function(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run the operators that have an answer on every rank; refuse the others."""
         name = func.overloadpacket.__name__
         answer = _ANSWERS.get(name)

@@ -119,6 +119,11 @@ class Unit:
         """Bytes of gathered copies allocated now."""
         return sum(flat.untyped_storage().nbytes() for flat in self._flats)
 
+    @property
+    def packed_gradients(self) -> list[torch.Tensor]:
+        """Buffers of the reductions under way."""
+        return [packed for _, packed in self._reductions]
+
     # ------------------------------------------------------------------ weights
 
     @torch.no_grad()

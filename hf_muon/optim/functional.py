@@ -51,7 +51,9 @@ class MuonOptions:
 class MuonEntry:
     """One parameter of a step: `param` and `grad` in the same layout, `momentum` too (where it rests), and its view.
 
-    `name` seeds random bits; `rows` are NorMuon's statistics in storage layout.
+    Of a `routed` view, an expert whose slice of the gradient is exactly zero (no token reached it) is left as it is,
+    like a parameter without gradient: no decay, no update, its momentum kept. `name` seeds random bits; `rows` are
+    NorMuon's statistics in storage layout.
     """
 
     param: Tensor
@@ -124,7 +126,12 @@ def muon_update_(
     batches = list(_batches(entries, max_batch_bytes))
     variants.momentum.fetch(batches[0] if batches else [])
     for index, batch in enumerate(batches):
-        updates = [_momentum_update_(entry, options, skip, variants.momentum) for entry in batch]
+        idle = [_untouched(entry, skip) for entry in batch]
+        masks = [_mask_here(entry, mask) for entry, mask in zip(batch, idle, strict=True)]
+        updates = [
+            _momentum_update_(entry, options, mask, variants.momentum)
+            for entry, mask in zip(batch, masks, strict=True)
+        ]
         variants.momentum.fetch(batches[index + 1] if index + 1 < len(batches) else [])
         matrices = [entry.view.matrices(update) for entry, update in zip(batch, updates, strict=True)]
         flat = newton_schulz_many(
@@ -135,12 +142,15 @@ def muon_update_(
             dtype=options.ns_dtype,
         )
         position = 0
-        for entry, update, group in zip(batch, updates, matrices, strict=True):
+        for place, (entry, update, group) in enumerate(zip(batch, updates, matrices, strict=True)):
             orthogonal = flat[position : position + len(group)]
             flat[position : position + len(group)] = []  # lets each result go as soon as it is applied
             if variants.observe is not None:
                 variants.observe(entry, update, orthogonal)
-            _apply_(entry, orthogonal, update, options, skip, squares, variants)
+            if variants.normuon_beta2 is not None and entry.rows is not None:
+                rows = local_tensor(entry.rows)
+                orthogonal = normalize_rows_(orthogonal, rows, entry.view, variants.normuon_beta2, idle[place])
+            _apply_(entry, orthogonal, update, options, masks[place], squares, variants.rounding)
 
 
 def _batches(entries: Iterable[MuonEntry], limit: int) -> Iterator[list[MuonEntry]]:
@@ -162,6 +172,25 @@ def _matrix_shapes(view: MatrixView, shape: tuple[int, ...]) -> tuple[tuple[int,
     return tuple(view.matrix_shapes(shape))
 
 
+def _untouched(entry: MuonEntry, skip: Tensor | None) -> Tensor | None:
+    """Return where nothing may change: `skip`, and the experts without a token.
+
+    Returns:
+        None, or a bool tensor that broadcasts to the whole parameter. Collective where the parameter is gathered.
+    """
+    if not entry.view.routed:
+        return skip
+    idle = ~entry.view.per_matrix(whole_matrix(local_tensor(entry.grad) != 0, entry.param))
+    return idle if skip is None else idle | skip.to(idle.device)
+
+
+def _mask_here(entry: MuonEntry, mask: Tensor | None) -> Tensor | None:
+    """Return what `mask` means for this rank's part: shards may cut an expert, or the rows of one."""
+    if mask is None or mask.ndim == 0 or not needs_gather(entry.param):
+        return mask
+    return local_part(mask.expand(entry.param.shape).contiguous(), entry.param)
+
+
 def _momentum_update_(entry: MuonEntry, options: MuonOptions, skip: Tensor | None, store: MomentumStore) -> Tensor:
     """Fold the gradient into the momentum and return the whole update in the dtype that the momentum is worked in."""
     momentum = store.take(entry)
@@ -172,8 +201,8 @@ def _momentum_update_(entry: MuonEntry, options: MuonOptions, skip: Tensor | Non
         skip = skip.to(momentum.device)
         grad = torch.where(skip, torch.zeros((), dtype=grad.dtype, device=grad.device), grad)
         # A weight of exactly zero leaves the momentum as it is; the other value is what the host path uses.
-        weight = torch.full((), 1.0 - options.momentum, dtype=momentum.dtype, device=momentum.device)
-        momentum.lerp_(grad, weight.masked_fill(skip, 0.0))
+        weight = torch.full(skip.shape, 1.0 - options.momentum, dtype=momentum.dtype, device=momentum.device)
+        momentum.lerp_(grad, weight.masked_fill_(skip, 0.0))
     update = torch.lerp(grad, momentum, options.momentum) if options.nesterov else momentum
     store.put(entry, momentum)
     return whole_matrix(update, entry.param)
@@ -186,29 +215,24 @@ def _apply_(
     options: MuonOptions,
     skip: Tensor | None,
     squares: list[Tensor] | None,
-    variants: StepVariants,
+    rounding: Rounding | None,
 ) -> None:
     """Decay the parameter and move it along the orthogonalized matrices."""
-    if variants.normuon_beta2 is not None and entry.rows is not None:
-        rows = local_tensor(entry.rows)
-        orthogonal = normalize_rows_(orthogonal, rows, entry.view, variants.normuon_beta2, skip)
-    scales = [adjust_scale(options.adjust_lr_fn, matrix.shape[-2], matrix.shape[-1]) for matrix in orthogonal]
-    if len(set(scales)) > 1:  # a fused parameter whose parts differ in shape
-        orthogonal = [matrix * scale for matrix, scale in zip(orthogonal, scales, strict=True)]
-        scales = [1.0]
+    for matrix in orthogonal:  # scaled before they are put together: a part moves as it would on its own, to the bit
+        matrix.mul_(adjust_scale(options.adjust_lr_fn, matrix.shape[-2], matrix.shape[-1]))
     direction = local_part(entry.view.assemble(orthogonal, like=update), entry.param)
-    alpha, decay = -options.lr * scales[0], 1.0 - options.lr * options.weight_decay
+    alpha, decay = -options.lr, 1.0 - options.lr * options.weight_decay
     target = local_tensor(entry.param)
     weight = target if target.dtype == direction.dtype else target.to(direction.dtype)
     if skip is None:
         weight.mul_(decay)
     else:
         skip = skip.to(weight.device)
-        weight.mul_(torch.full((), decay, dtype=weight.dtype, device=weight.device).masked_fill(skip, 1.0))
-        direction = direction * (~skip).to(direction.dtype)
+        weight.mul_(torch.full(skip.shape, decay, dtype=weight.dtype, device=weight.device).masked_fill_(skip, 1.0))
+        direction.mul_((~skip).to(direction.dtype))
     weight.add_(direction, alpha=alpha)
-    if weight is not target and variants.rounding is not None:
-        variants.rounding.store_(target, weight, entry.name, entry.param)
+    if weight is not target and rounding is not None:
+        rounding.store_(target, weight, entry.name, entry.param)
     elif weight is not target:
         target.copy_(weight)
     if squares is not None:

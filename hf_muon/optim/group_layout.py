@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import DEFAULT_BETAS, DEFAULT_EPS, MuonConfig
+from ..param_groups.sites import true_shape
 from ..param_groups.views import MatrixView
 from .notices import shorten
 
@@ -154,9 +155,10 @@ def _check_params(params: Sequence[Any], labels: Sequence[str]) -> None:
 
 def _check_matrices(params: Iterable[Tensor], labels: Iterable[str], views: Iterable[MatrixView]) -> None:
     for param, label, view in zip(params, labels, views, strict=True):
-        if param.ndim < 2 or (param.ndim > 3 and not view.flatten):
+        shape = true_shape(param)
+        if len(shape) < 2 or (len(shape) > 3 and not view.flatten):
             raise ValueError(
-                f"{label} must have 2 or 3 dimensions to be on Muon; got shape {tuple(param.shape)}."
+                f"{label} must have 2 or 3 dimensions to be on Muon; got shape {shape}."
                 " Put it in a group with use_muon=False."
             )
 
@@ -167,7 +169,7 @@ def _parts_by_tag(params: list[Tensor], labels: list[str], keep_decay: bool) -> 
     if missing:
         raise ValueError(f"{shorten(missing)} must say which half updates them; got no use_muon tag. {_UNTAGGED}")
     kinds = [
-        "muon" if tag else "adamw" if keep_decay or param.ndim >= 2 else "no_decay"
+        "muon" if tag else "adamw" if keep_decay or len(true_shape(param)) >= 2 else "no_decay"
         for param, tag in zip(params, tags, strict=True)
     ]
     parts = [(kind, [i for i, k in enumerate(kinds) if k == kind]) for kind in ("muon", "adamw", "no_decay")]

@@ -27,12 +27,13 @@ from .qk_clip import QKClip, ready_clip
 from .rounding import STEP_KEY, warn_about_low_precision
 from .state_loading import LoadPlan, make_plain, plan_load
 from .state_spec import ROW_STATISTICS, StateSpec, specs_of
+from .step_reports import StepReports
 from .tensor_layout import needs_gather
 from .update_size import UpdateSize
 from .variants import muon_variants, step_rounding, uses_random_bits
 
 
-class MuonWithAuxAdam(SharedWork, torch.optim.Optimizer):
+class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
     """Optimize matrices with Muon and all other parameters with AdamW, in one optimizer.
 
     Groups carry `use_muon` and, where names are known, `param_names`. All state exists from construction:
@@ -118,10 +119,7 @@ class MuonWithAuxAdam(SharedWork, torch.optim.Optimizer):
             super().add_param_group(part)
             if not had_momentum:
                 part.pop("momentum", None)  # torch adds every default; AdamW has no use for this one
-            if uses_random_bits(self._config):
-                part.setdefault(STEP_KEY, 0)
-            for param in part["params"]:
-                self.state[param] = new_state(param, part["use_muon"], self._fused(param), self._spec(param))
+            self._start_state(part)
         self._complete_state()
 
     def rebuild_state(self, reset: Iterable[str] = ()) -> None:
@@ -276,38 +274,6 @@ class MuonWithAuxAdam(SharedWork, torch.optim.Optimizer):
                 self._sizes.add_adam(param, self.state[param], group)
             self._diagnostics.add_adam(index, param, self.state[param], group)
 
-    # ------------------------------------------------------------------ non-finite gradients
-
-    @property
-    def num_skipped_steps(self) -> int:
-        """Return how many steps were skipped for inf or NaN; waits for steps still on their way on a device."""
-        return self._guard.settle().total
-
-    @property
-    def last_step_skipped(self) -> bool:
-        """Return whether the last step was skipped for inf or NaN."""
-        return self._guard.settle().last
-
-    def update_rms(self) -> dict[str, float]:
-        """Return the RMS per element of the last step of each half, weight decay aside; this rank's part.
-
-        Empty unless `track_update_rms` was set before the step; zeros after a skipped step. Reads the device.
-        """
-        if not self.track_update_rms:
-            return {}
-        return self._sizes.by_half({group["use_muon"] for group in self.param_groups}, self.last_step_skipped)
-
-    def diagnostics(self) -> dict[str, float]:
-        """Return what `diagnostics=N` collected since the last call (see `StepDiagnostics.take`); reads the device.
-
-        With `qk_clip` also `max_attention_logit`: the largest of all heads and ranks, before the step. Empty where no
-        step was due.
-        """
-        found = self._diagnostics.take()
-        if found and self.qk_clip is not None and self.qk_clip.largest is not None:
-            found["max_attention_logit"] = float(self.qk_clip.largest)
-        return found
-
     def _choose_policy(self) -> SkipPolicy:
         self._say_if_repeated()
         on_device = self.skip_on_device
@@ -318,6 +284,13 @@ class MuonWithAuxAdam(SharedWork, torch.optim.Optimizer):
         return DeviceSkip() if on_device else HostSkip()
 
     # ------------------------------------------------------------------ inner workings
+
+    def _start_state(self, group: dict[str, Any]) -> None:
+        """Make the state of a group that was just added, row statistics aside."""
+        if uses_random_bits(self._config):
+            group.setdefault(STEP_KEY, 0)
+        for param in group["params"]:
+            self.state[param] = new_state(param, group["use_muon"], self._fused(param), self._spec(param))
 
     def _fused(self, param: Tensor) -> bool:
         if self.skip_on_device and has_fused_adamw(param.device.type, param.dtype):

@@ -36,7 +36,7 @@ def normalize_rows_(
         rows: whole row statistics in storage layout, see `row_shape`.
         view: of the parameter.
         beta2: decay of the row statistics.
-        skip: bool tensor, 0-dim or one that broadcasts to `rows`; where true the statistics stay as they are.
+        skip: bool tensor, 0-dim or what `view.per_matrix` returns; where true the statistics stay as they are.
     """
     results, moments = [], []
     for matrix, before in zip(orthogonal, view.matrices(rows), strict=True):
@@ -49,8 +49,17 @@ def normalize_rows_(
         norm = torch.linalg.vector_norm(even, dim=(-2, -1), keepdim=True)
         results.append(even * (math.sqrt(min(m, n)) / torch.where(norm == 0, 1.0, norm)))
     moments_in_storage = view.assemble(moments, like=rows)
-    rows.copy_(moments_in_storage if skip is None else torch.where(skip.to(rows.device), rows, moments_in_storage))
+    if skip is not None:
+        moments_in_storage = torch.where(_rows_of(skip.to(rows.device), rows, view), rows, moments_in_storage)
+    rows.copy_(moments_in_storage)
     return results
+
+
+def _rows_of(mask: Tensor, rows: Tensor, view: MatrixView) -> Tensor:
+    """Return a mask over the matrices of a parameter as one over its row statistics, which are shorter on one axis."""
+    if mask.ndim and view.stack > 1:
+        return mask[:: mask.shape[0] // rows.shape[0]]
+    return mask[:, : rows.shape[1]] if mask.ndim and view.alternating > 1 else mask
 
 
 def row_shape(view: MatrixView, shape: Sequence[int]) -> tuple[int, ...]:
@@ -58,7 +67,7 @@ def row_shape(view: MatrixView, shape: Sequence[int]) -> tuple[int, ...]:
     if view.flatten:
         return (1, math.prod(shape[1:])) if view.transposed else (shape[0], 1)
     if not view.transposed:
-        return (*shape[:-1], 1)
+        return (*shape[:-1], view.alternating)
     return (view.stack, shape[-1]) if view.stack > 1 else (*shape[:-2], 1, shape[-1])
 
 

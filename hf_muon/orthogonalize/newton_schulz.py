@@ -138,7 +138,8 @@ def _normalised(matrix: Tensor, product_dtype: torch.dtype, eps: float) -> Tenso
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()
     # Squares of very large or very small entries leave the range of float32: bring the largest entry to one first.
     largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
-    scaled = wide / torch.where(largest == 0, 1.0, largest)
+    # Into a contiguous tensor: the bits of the result then do not depend on how the matrix was stored.
+    scaled = torch.div(wide, torch.where(largest == 0, 1.0, largest), out=wide.new_empty(wide.shape))
     # Row norms first: a single running sum over tens of millions of entries would lose digits.
     norm = torch.linalg.vector_norm(torch.linalg.vector_norm(scaled, dim=-1, keepdim=True), dim=-2, keepdim=True)
     if eps > TINY:

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from .sites import Site, class_name
+from .layouts import known_raw_view
+from .sites import Site, class_name, true_shape
 from .views import MatrixView
 
 logger = logging.getLogger("hf_muon.param_groups")
@@ -131,7 +132,9 @@ DiaMLP Dots3NoteAudioMLP EsmFold2SwiGLU GlmMLP Glm4MLP Glm4vTextMLP GlmImageText
 Phi3MLP Phi4MultimodalAudioMLP Phi4MultimodalMLP Zamba2MLP"""
 _LATENT_ATTENTION = """
 DeepseekV2Attention DeepseekV3Attention DeepseekV32Attention YoutuAttention LongcatFlashMLA Glm4MoeLiteAttention
-MiniCPM3Attention Mistral4Attention KimiLinearAttention"""
+MiniCPM3Attention Mistral4Attention KimiLinearAttention AXK1Attention AXK2Attention BailingHybridAttention
+Dots3NoteTextAttention Glm5NextTextAttention GlmMoeDsaAttention HYV4Attention HYV4VLAttention
+MistralLarge4TextAttention"""
 _PER_HEAD_QKV = "BloomAttention PersimmonAttention"
 
 _TABLE: list[tuple[str, str, Reader]] = [
@@ -171,6 +174,7 @@ _TABLE: list[tuple[str, str, Reader]] = [
         "q_proj",  # query and output gate of each head
         lambda m, rows: (rows // (2 * m.head_dim), (m.head_dim,) * 2),
     ),
+    ("AXK2Attention", "q_gate_proj", _per_head("num_heads", "qk_head_dim", "v_head_dim")),
     (_LATENT_ATTENTION, "kv_a_proj_with_mqa", _parts("kv_lora_rank", "qk_rope_head_dim")),
     (_LATENT_ATTENTION, "kv_b_proj", _latent_kv),
     (_GATE_UP, "gate_up_proj", _consecutive(2)),
@@ -204,6 +208,11 @@ def known_layouts() -> list[tuple[str, str]]:
     return sorted(_LAYOUTS)
 
 
+def has_layout(name: str, leaf: str) -> bool:
+    """Return whether `leaf` of the class called `name` has a known split."""
+    return (name, leaf) in _LAYOUTS
+
+
 def split_fused(site: Site, view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
     """Return `view` with the parts of a fused projection, or `view` itself where it is one matrix.
 
@@ -216,37 +225,55 @@ def split_fused(site: Site, view: MatrixView, shape: tuple[int, ...]) -> MatrixV
     """
     if site.lora and site.lora != "B":
         return view
-    if site.leaf == "weight" or site.lora:
-        runner, leaf = site.logical_parent, site.logical_path.rpartition(".")[2]
-    else:
-        runner, leaf = site.module, site.leaf
+    runner, leaf = runner_of(site)
     rows = view.matrix_shapes(shape)[0][1]
     reader = _reader(runner, leaf)
+    if site.adapted and rows != _output_rows(runner, leaf):
+        return view  # the adapter takes inputs for outputs: its `B` has other rows
     if reader is None:
         if _LOOKS_FUSED.search(leaf):
-            _note_left_whole(class_name(runner), leaf, "no layout is known for it")
+            note_left_whole(class_name(runner), leaf, "no layout is known for it")
         return view
     try:
         groups, parts = reader(runner, rows)
         split = dataclasses.replace(view, groups=int(groups), parts=tuple(int(rows) for rows in parts))
         split.matrix_shapes(shape)
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
-        _note_left_whole(class_name(runner), leaf, str(error))
+        note_left_whole(class_name(runner), leaf, str(error))
         return view
     return split
+
+
+def _output_rows(module: nn.Module, leaf: str) -> int:
+    shape = true_shape(getattr(module, leaf))
+    view = known_raw_view(module, leaf, shape)
+    return 0 if view is None else view.matrix_shapes(shape)[0][1]
 
 
 def _reader(runner: nn.Module, leaf: str) -> Reader | None:
     if leaf == "gate_up_proj" and hasattr(runner, "is_concatenated") and hasattr(runner, "has_gate"):
         return _experts
     # Only the very classes that were read: a subclass, or remote code with the same name, may run it differently.
-    name = class_name(runner)
-    sources = [cls.__module__ for cls in type(runner).__mro__ if cls.__name__ == name]
-    if not any(source.startswith(("transformers.models.", "torch.nn.")) for source in sources):
-        return None
-    return _LAYOUTS.get((name, leaf))
+    return _LAYOUTS.get((class_name(runner), leaf)) if is_upstream(runner) else None
+
+
+def is_upstream(module: nn.Module) -> bool:
+    """Return whether the class of `module` is transformers' or torch's own, not remote code of the same name."""
+    name = class_name(module)
+    sources = [cls.__module__ for cls in type(module).__mro__ if cls.__name__ == name]
+    return any(source.startswith(("transformers.models.", "torch.nn.")) for source in sources)
+
+
+def runner_of(site: Site) -> tuple[nn.Module, str]:
+    """Return the module whose forward pass runs the projection, and the projection's name there."""
+    if site.adapted is not None:
+        return site.adapted[:2]
+    if site.leaf == "weight" or site.lora:
+        return site.logical_parent, site.logical_path.rpartition(".")[2]
+    return site.module, site.leaf
 
 
 @functools.cache
-def _note_left_whole(class_name: str, leaf: str, why: str) -> None:
+def note_left_whole(class_name: str, leaf: str, why: str) -> None:
+    """Say once that a projection which looks as if it held several matrices is taken as one."""
     logger.info("%s.%s is orthogonalized as one matrix: %s.", class_name, leaf, why)

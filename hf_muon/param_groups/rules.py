@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ _CONVOLUTIONS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 # Class names that transformers' models share; the class decides, whatever the attribute is called.
 _NORM_CLASS = re.compile(r"Norm(?:\d*[dD]?|Gated|[A-Z]\w*)?$")
@@ -89,12 +92,13 @@ class Verdict:
     view: MatrixView = field(default_factory=MatrixView)
 
 
-def decide(tensor: TensorSites, roles: dict[int, str]) -> Verdict:
+def decide(tensor: TensorSites, roles: dict[int, str], *, flatten_conv: bool = False) -> Verdict:
     """Apply the rules to one tensor.
 
     Args:
         tensor: the tensor and every place that holds it; one embedding or head among them settles it.
         roles: `embedding_and_head_ids(model)`.
+        flatten_conv: put dense convolution kernels on Muon as matrices.
     """
     shape = true_shape(tensor.parameter)
     role = roles.get(id(tensor.parameter))
@@ -106,6 +110,8 @@ def decide(tensor: TensorSites, roles: dict[int, str]) -> Verdict:
             return verdict
     if role == "head":
         return Verdict(False, role, "output embedding or task head of the model")
+    if flatten_conv and verdicts[0].role == "convolution":
+        return _flattened_kernel(tensor.sites[0], shape)
     return verdicts[0]
 
 
@@ -125,13 +131,31 @@ def matrix_view(site: Site, shape: tuple[int, ...]) -> MatrixView:
     if _is_conv1d_of_gpt2(site.module):
         return MatrixView(transposed=True)
     if isinstance(site.module, _CONVOLUTIONS):
-        return MatrixView(flatten=len(shape) > 2)
+        return kernel_view(site.module, shape)
     if len(shape) > 3:
         raise ValueError(
             f"{site.name} must have two axes, or three with a batch in front, to be on Muon; got shape {shape}. "
             "Leave it on AdamW: narrow `include`, or do not set use_muon."
         )
     return MatrixView()
+
+
+def kernel_view(module: nn.Module, shape: tuple[int, ...]) -> MatrixView:
+    """Return a convolution kernel as the matrix that maps patches: (out, in*k), transposed ones (out*k, in)."""
+    return MatrixView(flatten=len(shape) > 2, transposed=isinstance(module, _TRANSPOSED))
+
+
+def _flattened_kernel(site: Site, shape: tuple[int, ...]) -> Verdict:
+    module = site.module
+    if (around := _by_surroundings(site, shape)) is not None:
+        return around  # patch embeddings and heads stay on AdamW whatever they are made of
+    if module.groups != 1:
+        return Verdict(False, "convolution", f"depthwise or grouped convolution ({class_name(module)})")
+    view = kernel_view(module, shape)
+    if 1 in view.matrix_shapes(shape)[0][1:]:
+        return Verdict(False, "convolution", f"convolution with a single row or column ({class_name(module)})")
+    read = "(out * kernel, in)" if view.transposed else "(out, in * kernel)"
+    return Verdict(True, "convolution", f"convolution read as {read} ({class_name(module)})", view)
 
 
 def _decide_site(site: Site, shape: tuple[int, ...]) -> Verdict:
@@ -198,15 +222,32 @@ def _by_matrix_type(site: Site, shape: tuple[int, ...]) -> Verdict | None:
         return Verdict(False, "vector", "a single row or column has no spectrum")
     if (view := known_raw_view(module, site.leaf, shape)) is not None:
         kind = "expert matrices" if _EXPERT_CLASS.search(class_name(module)) else "stored matrices"
+        is_routed = kind[0] == "e" and _is_routed(module, shape, view)
         return Verdict(
-            True, "experts" if kind[0] == "e" else "matrix", f"{kind} ({class_name(module)}.{site.leaf})", view
+            True,
+            "experts" if kind[0] == "e" else "matrix",
+            f"{kind} ({class_name(module)}.{site.leaf})",
+            dataclasses.replace(view, routed=is_routed),
         )
     if site.leaf == "weight" and _is_conv1d_of_gpt2(module):
         return Verdict(True, "matrix", "Conv1D, stored (in, out)", MatrixView(transposed=True))
     if site.leaf == "weight" and _is_linear(module, shape):
         what = f"LoRA matrix (lora_{site.lora})" if site.lora else f"linear layer ({class_name(module)})"
-        return Verdict(True, "lora" if site.lora else "matrix", what)
+        return Verdict(True, "lora" if site.lora else "matrix", what, _adapter_view(site))
     return None
+
+
+def _is_routed(module: nn.Module, shape: tuple[int, ...], view: MatrixView) -> bool:
+    """Tell stacks of which a router uses a part from shared experts, which always run."""
+    return (len(shape) == 3 or view.stack > 1) and "Shared" not in class_name(module)
+
+
+def _adapter_view(site: Site) -> MatrixView:
+    """Return the view of a LoRA matrix: one matrix, or one per expert of the stack that PEFT adapts."""
+    if site.adapted is None:
+        return MatrixView()
+    count = site.adapted[2]
+    return MatrixView(stack=count, routed=True) if site.lora == "A" else MatrixView(alternating=count, routed=True)
 
 
 def _is_norm(module: nn.Module) -> bool:

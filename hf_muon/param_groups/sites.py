@@ -34,6 +34,8 @@ class Site:
         logical_path: path of the module that these weights stand for, PEFT's wrappers taken out.
         logical_parent: the module that runs `logical_path` (it knows how a fused projection is split).
         lora: `A`, `B`, another adapter part, or an empty string.
+        adapted: the parameter that an adapter on a bare parameter (PEFT's `target_parameters`) changes, where it
+            stacks several matrices: the module that holds it, its attribute, and their number.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Site:
     logical_path: str
     logical_parent: nn.Module
     lora: str = ""
+    adapted: tuple[nn.Module, str, int] | None = None
 
 
 @dataclass
@@ -160,7 +163,17 @@ def _site(modules: dict[str, nn.Module], path: str, leaf: str, module: nn.Module
         logical_path=logical,
         logical_parent=modules.get(parent, module),
         lora=lora,
+        adapted=_adapted_parameter(ancestors) if lora else None,
     )
+
+
+def _adapted_parameter(ancestors: tuple[nn.Module, ...]) -> tuple[nn.Module, str, int] | None:
+    """Return what the innermost PEFT wrapper around a bare parameter adapts, by the attributes it carries."""
+    for module in reversed(ancestors):
+        leaf, count = getattr(module, "parameter_name", None), getattr(module, "num_experts", None)
+        if isinstance(leaf, str) and isinstance(count, int) and count > 1 and hasattr(module, "get_base_layer"):
+            return module.get_base_layer(), leaf, count  # type: ignore[operator]
+    return None
 
 
 def _refuse_flat(path: str, module: nn.Module) -> None:

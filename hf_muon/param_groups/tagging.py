@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..config import nearest
+from ..config import check_choice, nearest
 from .fused import split_fused
+from .heads import split_heads
 from .rules import Verdict, decide, matrix_view
 from .sites import TensorSites, collect_tensors, embedding_and_head_ids, true_shape
 from .views import MatrixView
@@ -82,6 +83,7 @@ def explain_parameters(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     matrix_split: str = "auto",
+    conv: str = "adamw",
 ) -> list[ParameterRow]:
     """Say for every trainable tensor which algorithm updates it, and why. Changes nothing.
 
@@ -89,7 +91,9 @@ def explain_parameters(
         model: any module; meta-device models and DeepSpeed ZeRO-3 partitions work, no data is read.
         include: regexes (`re.search` on the name) of tensors that must be on Muon.
         exclude: regexes of tensors that must be on AdamW; wins over `include`.
-        matrix_split: `auto` or `fused` splits fused projections into their matrices, `none` does not.
+        matrix_split: `auto` or `fused` splits fused projections into their matrices, `per_head` splits query, key
+            and value projections by attention head as well, `none` does neither.
+        conv: `adamw`, or `flatten` for convolution kernels as (out, in * kernel) matrices on Muon.
 
     Returns:
         One row per tensor in `named_parameters()` order; a tied tensor stands once, frozen ones do not appear.
@@ -97,14 +101,12 @@ def explain_parameters(
     Raises:
         ValueError: a pattern matches nothing, Muon was asked for on a tensor without a matrix, or FSDP1 hides
             the shapes.
-        NotImplementedError: `matrix_split=per_head`.
 
     Note:
         Milliseconds per thousand tensors; no tensor is copied.
     """
-    if matrix_split not in ("auto", "fused", "none"):
-        kind = NotImplementedError if matrix_split == "per_head" else ValueError
-        raise kind(f"matrix_split must be auto, fused or none; got {matrix_split!r}. Use fused.")
+    check_choice("matrix_split", matrix_split)
+    check_choice("conv", conv)
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     tensors = collect_tensors(model)
@@ -113,8 +115,8 @@ def explain_parameters(
     roles = embedding_and_head_ids(model)
     rows = []
     for tensor in tensors:
-        verdict = _override(tensor, decide(tensor, roles), include, exclude)
-        rows.append(_row(tensor, verdict, split=matrix_split != "none"))
+        verdict = _override(tensor, decide(tensor, roles, flatten_conv=conv == "flatten"), include, exclude)
+        rows.append(_row(tensor, verdict, matrix_split))
     return rows
 
 
@@ -124,6 +126,7 @@ def tag_parameters(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     matrix_split: str = "auto",
+    conv: str = "adamw",
     require_muon: bool = True,
 ) -> dict[str, str]:
     """Write `use_muon` and `muon_view` on every trainable tensor and return `{name: "muon" | "adamw"}`.
@@ -136,12 +139,13 @@ def tag_parameters(
         include: regexes of tensors that must be on Muon.
         exclude: regexes of tensors that must be on AdamW; wins over `include`.
         matrix_split: see `explain_parameters`.
+        conv: see `explain_parameters`.
         require_muon: raise when nothing is on Muon.
 
     Raises:
         ValueError: no tensor is on Muon, or what `explain_parameters` raises.
     """
-    rows = explain_parameters(model, include=include, exclude=exclude, matrix_split=matrix_split)
+    rows = explain_parameters(model, include=include, exclude=exclude, matrix_split=matrix_split, conv=conv)
     if require_muon:
         check_coverage(rows)
     apply_tags(model, rows)
@@ -234,14 +238,15 @@ def _override(tensor: TensorSites, verdict: Verdict, include: Sequence[str], exc
     return Verdict(True, verdict.role, rule, view)
 
 
-def _row(tensor: TensorSites, verdict: Verdict, *, split: bool) -> ParameterRow:
+def _row(tensor: TensorSites, verdict: Verdict, matrix_split: str) -> ParameterRow:
     shape = true_shape(tensor.parameter)
     count = 1
     for size in shape:
         count *= size
     view = MatrixView()
     if verdict.use_muon:
-        view = split_fused(tensor.sites[0], verdict.view, shape) if split else verdict.view
+        view = verdict.view if matrix_split == "none" else split_fused(tensor.sites[0], verdict.view, shape)
+        view = split_heads(tensor.sites[0], view, shape) if matrix_split == "per_head" else view
     plain = verdict.role in ("norm", "bias") or len(shape) < 2 or bool(_NO_DECAY_NAME.search(tensor.name))
     return ParameterRow(
         name=tensor.name,

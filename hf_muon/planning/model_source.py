@@ -51,10 +51,14 @@ def resolve_model(name: str) -> ModelSource:
     return ModelSource(name, "hub", _hub_config(name))
 
 
-def build_meta_model(config: Any) -> Any:
+def build_meta_model(config: Any, device: str = "meta") -> Any:
     """Return the model of a configuration on the meta device: all modules and shapes, no memory.
 
     Causal language models where the architecture has one, else the class that `architectures` names.
+
+    Args:
+        config: a transformers configuration.
+        device: another device where tensors are fake.
 
     Raises:
         ModelNotFoundError: transformers has no model class for the configuration.
@@ -64,7 +68,7 @@ def build_meta_model(config: Any) -> Any:
 
     wanted = (getattr(config, "architectures", None) or [""])[0]
     auto = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
+    with torch.device(device):
         model_class = getattr(transformers, wanted, None) if wanted else None
         if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
             return _build(model_class, config)

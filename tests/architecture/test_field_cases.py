@@ -3,11 +3,11 @@
 
 import pytest
 
-from tests.support.field_cases import CASES, ONE_PROCESS, TABLE, find_tests, render
+from tests.support.field_cases import CASES, TABLE, find_tests, render
 
 
-@pytest.mark.parametrize("number", ONE_PROCESS)
-def test_each_one_process_fault_has_a_test(number):
+@pytest.mark.parametrize("number", CASES)
+def test_each_fault_has_a_test(number):
     assert find_tests().get(number), f"no test_case_{number:02d}_... for: {CASES[number]}"
 
 

@@ -77,6 +77,32 @@ def test_case_34_a_second_adapter_gets_its_own_rows() -> None:
     assert names and all(".second." in name for name in names)
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_case_03_adapters_on_stacked_experts_are_one_matrix_per_expert(model_type: str) -> None:
+    """The oracle is PEFT's own product: the matrices that the views name for one expert change that expert alone."""
+    model = adapted(model_type, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    rows, count = rows_of(model), 4
+    for name, module in model.named_modules():
+        if not hasattr(module, "parameter_name"):
+            continue
+        for part in (module.lora_A["default"], module.lora_B["default"]):
+            part.weight.data.normal_()
+        before = module.get_delta_weight("default").detach().clone()
+        for leaf, tensor in (("lora_A", module.lora_A["default"].weight), ("lora_B", module.lora_B["default"].weight)):
+            view = rows[f"{name}.{leaf}.default.weight"].view
+            assert view.routed and all(shape[0] == count for shape in view.matrix_shapes(tensor.shape))
+            assert len(view.parts) == (2 if leaf == "lora_B" and "gate_up" in module.parameter_name else 0)
+            for expert in range(count):
+                kept = tensor.detach().clone()
+                matrices = [matrix.clone() for matrix in view.matrices(kept)]
+                for index, matrix in enumerate(matrices):
+                    matrix[expert] += 1.0
+                    tensor.data.copy_(view.assemble(matrices, like=kept))
+                    changed = (module.get_delta_weight("default") != before).flatten(1).any(1).tolist()
+                    assert changed == [e == expert for e in range(count)], (name, leaf, index)
+                tensor.data.copy_(kept)
+
+
 def test_full_fine_tuning_and_adapters_agree_on_heads() -> None:
     torch.manual_seed(0)
     plain = rows_of(tiny_model("bert", "SequenceClassification"))

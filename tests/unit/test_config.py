@@ -91,12 +91,6 @@ def test_bad_values_get_one_clear_sentence(text, sentence):
         MuonConfig.from_optim_args(text)
 
 
-@pytest.mark.parametrize("text", ["matrix_split=per_head"])
-def test_options_of_later_versions_are_refused_not_ignored(text):
-    with pytest.raises(NotImplementedError, match="is not available in this version"):
-        MuonConfig.from_optim_args(text)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [("lr", "1"), ("momentum", None), ("nesterov", 1), ("betas", 0.9), ("betas", ("0.9", "0.95")), ("include", 5)],

@@ -20,7 +20,10 @@ def params(
     exclude: Annotated[
         list[str] | None, typer.Option(help="Regex of names that must be on AdamW; may repeat.")
     ] = None,
-    matrix_split: Annotated[str, typer.Option(help="auto, fused or none: split fused QKV and gate-up.")] = "auto",
+    matrix_split: Annotated[
+        str, typer.Option(help="auto, fused or none: split fused QKV and gate-up; per_head: also by attention head.")
+    ] = "auto",
+    conv: Annotated[str, typer.Option(help="adamw, or flatten: convolution kernels as matrices on Muon.")] = "adamw",
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -28,7 +31,9 @@ def params(
     from ...config import MuonConfig
 
     try:
-        options = MuonConfig(include=tuple(include or ()), exclude=tuple(exclude or ()), matrix_split=matrix_split)
+        options = MuonConfig(
+            include=tuple(include or ()), exclude=tuple(exclude or ()), matrix_split=matrix_split, conv=conv
+        )
     except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
     document = _explain(model, options)
@@ -51,7 +56,11 @@ def _explain(name: str, options: Any) -> dict[str, Any]:
 
     try:
         rows = explain_parameters(
-            model, include=options.include, exclude=options.exclude, matrix_split=options.matrix_split
+            model,
+            include=options.include,
+            exclude=options.exclude,
+            matrix_split=options.matrix_split,
+            conv=options.conv,
         )
     except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None

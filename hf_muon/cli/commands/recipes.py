@@ -13,7 +13,10 @@ def recipes(json: Json = False, debug: Debug = False) -> None:
     found = list_recipes()
     if json:
         keys = ("name", "title", "reproduces", "needs", "time")
-        print_json({"recipes": [{key: getattr(recipe, key) for key in keys} for recipe in found]})
+        listed = [
+            {**{key: getattr(recipe, key) for key in keys}, "variants": sorted(recipe.variants)} for recipe in found
+        ]
+        print_json({"recipes": listed})
         return
     from rich.table import Table
 
@@ -21,6 +24,7 @@ def recipes(json: Json = False, debug: Debug = False) -> None:
     for column in ("recipe", "what it shows", "needs", "time"):
         table.add_column(column)
     for recipe in found:
-        table.add_row(recipe.name, recipe.title, recipe.needs, recipe.time)
+        variants = f"\nvariant={'|'.join(sorted(recipe.variants))}" if recipe.variants else ""
+        table.add_row(recipe.name, recipe.title + variants, recipe.needs, recipe.time)
     results.print(table)
     results.print("Start one with: hf-muon run NAME   (a quick look: --tiny)", markup=False)

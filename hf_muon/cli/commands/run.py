@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from ..console import notes, print_json, quick_imports, say
 from ..errors import RunError
 from ..recipe import Recipe, find_recipe, load_recipe
+from ..resources import load_evaluation
 from .options import Debug, Json
 
 
@@ -27,6 +29,10 @@ def run(
         Path | None, typer.Option(help="Folder of the results [default: runs/<recipe>-<time>].")
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="A quick look: the recipe's own small settings.")] = False,
+    allow_code_execution: Annotated[
+        bool,
+        typer.Option("--allow-code-execution", help="Score benchmarks that run generated programs (mbpp, mbpp_plus)."),
+    ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -42,12 +48,17 @@ def run(
     folder = output_dir or default_folder(recipe)
     finished = check_folder(folder, recipe)
     prepared = _prepare(recipe)
+    allow_code_execution = _may_execute(recipe, allow_code_execution)
     open_folder(folder, recipe)
     say(f"{recipe.name}: {recipe.title}")
-    say(f"{recipe.num_runs} runs of {recipe.training.steps} steps. {recipe.time}. Results in {folder}")
-    if finished:
-        say(f"Continuing: {len(finished)} of {recipe.num_runs} runs are already there.")
-    document = _train(recipe, prepared, folder, finished)
+    if prepared is None:
+        document = _predict(recipe, folder)
+    else:
+        recipe = _with_steps(recipe, prepared)
+        say(f"{recipe.num_runs} runs of {recipe.training.steps} steps. {recipe.time}. Results in {folder}")
+        if finished:
+            say(f"Continuing: {len(finished)} of {recipe.num_runs} runs are already there.")
+        document = _train(recipe, prepared, folder, finished, allow_code_execution)
 
     from ..report import write_report
 
@@ -73,22 +84,56 @@ def _check_data(recipe: Recipe) -> None:
         folder = find_data(recipe.task.data)
         for split in SPLITS:
             read_rows(folder / f"{split}.jsonl", recipe.task.max_rows)
+    elif recipe.task.kind == "instruct":
+        from ..training.instruct import data_files
+
+        data_files(recipe.task.data)
 
 
 def _prepare(recipe: Recipe) -> Any:
-    """Load the libraries, the data and the model: everything that a recipe's values can break, before writing."""
+    """Load the libraries, the data and the model: everything that a recipe's values can break, before writing.
+
+    Returns None where the recipe predicts memory and this machine lacks the devices to measure it.
+    """
     if notes.is_terminal:  # for who waits; in a log it would stand beside the one line of an error
         say("Loading torch and transformers ...")
     with quick_imports():
         from ..training.quiet import quiet_loaded_libraries
 
         quiet_loaded_libraries()
+    from ..training.memory import predicts_only
     from ..training.search import prepare
 
-    return prepare(recipe)
+    return None if predicts_only(recipe) else prepare(recipe)
 
 
-def _train(recipe: Recipe, prepared: Any, folder: Path, finished: list[dict[str, Any]]) -> dict[str, Any]:
+def _predict(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    from ..environment import provenance
+    from ..training.search import predict_only
+
+    say("Predicting the peak memory of a rank for both optimizers; a minute or two.")
+    return predict_only(recipe, folder, provenance())
+
+
+def _may_execute(recipe: Recipe, allowed: bool) -> bool:
+    """Return whether generated programs may run; where they may, but cannot be contained here, nothing begins."""
+    from ..training.benchmarks import RUNS_CODE
+
+    allowed = allowed or os.environ.get("HF_ALLOW_CODE_EVAL") == "1"
+    for name in set(recipe.task.benchmarks) & set(RUNS_CODE) if allowed else ():
+        load_evaluation("tasks").require_permission(name, True)
+    return allowed
+
+
+def _with_steps(recipe: Recipe, prepared: Any) -> Recipe:
+    from ..training.search import with_steps
+
+    return with_steps(recipe, prepared[0])
+
+
+def _train(
+    recipe: Recipe, prepared: Any, folder: Path, finished: list[dict[str, Any]], allow_code_execution: bool
+) -> dict[str, Any]:
     from ..environment import provenance
     from ..progress import SearchProgress
     from ..training.search import run_search
@@ -96,7 +141,15 @@ def _train(recipe: Recipe, prepared: Any, folder: Path, finished: list[dict[str,
     progress = SearchProgress(recipe.num_runs, recipe.training.steps, len(finished))
     try:
         with progress:
-            return run_search(recipe, prepared, folder, finished, progress, provenance())
+            return run_search(
+                recipe,
+                prepared,
+                folder,
+                finished,
+                progress,
+                provenance(),
+                allow_code_execution=allow_code_execution,
+            )
     except KeyboardInterrupt:
         raise RunError(
             f"stopped; finished runs are kept. The same command with --output-dir {folder} continues."
@@ -104,16 +157,54 @@ def _train(recipe: Recipe, prepared: Any, folder: Path, finished: list[dict[str,
 
 
 def _print_summary(document: dict[str, Any], folder: Path, seconds: float) -> None:
+    from ..report.wording import verdict
+
+    notes.print()
+    if document["runs"]:
+        notes.print(_scores_table(document))
+        notes.print()
+    _print_published(document)
+    if document["runs"]:
+        say(verdict(document))
+    say(f"Done in {seconds:.0f} s. Report: {folder / 'report.html'}")
+
+
+def _print_published(document: dict[str, Any]) -> None:
+    """Print benchmark scores and predicted memory beside the published numbers."""
+    from ..report.benchmarks import benchmark_rows, benchmark_sentences, memory_rows, memory_sentences, published_note
+
+    scores, peaks = benchmark_rows(document), memory_rows(document)
+    if scores:
+        say(published_note(document))
+    for head, rows, sentences in (
+        (("benchmark", "model", "measured", "rows", "published"), scores, benchmark_sentences(document)),
+        (("peak of a rank", "predicted", "of it states", "measured", "published"), peaks, memory_sentences(document)),
+    ):
+        if rows:
+            table = _table(head)
+            for row in rows:
+                table.add_row(*row)
+            notes.print(table)
+            notes.print()
+        for text in sentences:
+            say(text)
+
+
+def _table(head: tuple[str, ...]) -> Any:
     from rich.table import Table
 
-    from ..report.wording import METRICS, bytes_text, metric_text, verdict
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in head:
+        table.add_column(column, justify="left" if column == head[0] else "right")
+    return table
+
+
+def _scores_table(document: dict[str, Any]) -> Any:
+    from ..report.wording import METRICS, bytes_text, metric_text
 
     comparison = document["comparison"]
     keys = [key for key in ("exact_match", "loss") if key in comparison["equal_steps"]]
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("at equal steps")
-    for column in ("Muon", "AdamW"):
-        table.add_column(column, justify="right")
+    table = _table(("at equal steps", "Muon", "AdamW"))
     best = comparison["best"]
     table.add_row("learning rate", *(f"{best[name]['learning_rate']:g}" for name in ("muon", "adamw")))
     for key in keys:
@@ -122,8 +213,4 @@ def _print_summary(document: dict[str, Any], folder: Path, seconds: float) -> No
     table.add_row("training seconds", *(f"{best[name]['seconds']:.1f}" for name in ("muon", "adamw")))
     table.add_row("  of them optimizer", *(f"{best[name]['optimizer_seconds']:.1f}" for name in ("muon", "adamw")))
     table.add_row("optimizer state", *(bytes_text(best[name]["optimizer_state_bytes"]) for name in ("muon", "adamw")))
-    notes.print()
-    notes.print(table)
-    notes.print()
-    say(verdict(document))
-    say(f"Done in {seconds:.0f} s. Report: {folder / 'report.html'}")
+    return table

@@ -75,18 +75,37 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, tiny: bool = False
         raise UsageError(f"{path} must hold the blocks of a recipe; got {type(data).__name__}.")
     recipe = _build(Recipe, data, "")
     recipe.name = recipe.name or path.stem
+    words = [_split(text) for text in overrides]
+    _apply_variant(recipe, words)
     if tiny:
         if not recipe.tiny:
             raise UsageError(f"recipe {recipe.name!r} has no tiny: block, so --tiny does not apply. Leave it out.")
         for key, value in recipe.tiny.items():
             _assign(recipe, key, value)
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"an override must read block.key=value; got {text!r}.")
-        _assign(recipe, key.strip(), _parse(key, value))
+    for key, value in words:
+        if key != "variant":
+            _assign(recipe, key, _parse(key, value))
     recipe.check()
     return recipe
+
+
+def _split(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"an override must read block.key=value; got {text!r}.")
+    return key.strip(), value
+
+
+def _apply_variant(recipe: Recipe, words: list[tuple[str, str]]) -> None:
+    """Apply the dotted overrides of `variant=NAME`; the name stays in the resolved recipe."""
+    for name in (value for key, value in words if key == "variant"):
+        if name not in recipe.variants:
+            known = sorted(recipe.variants)
+            listed = f"one of {', '.join(known)}" if known else f"left out, recipe {recipe.name!r} has none"
+            raise UsageError(f"variant must be {listed}; got {name!r}.{nearest(name, known)}")
+        for key, value in recipe.variants[name].items():
+            _assign(recipe, key, value)
+        recipe.variant = name
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
@@ -107,7 +126,7 @@ def _parse(key: str, value: str) -> Any:
 
 
 def _assign(recipe: Recipe, key: str, value: Any) -> None:
-    blocks = [f.name for f in dataclasses.fields(Recipe) if f.name not in ("tiny", "name")]
+    blocks = [f.name for f in dataclasses.fields(Recipe) if f.name not in ("tiny", "name", "variants", "variant")]
     block, dot, inner = key.partition(".")
     if block not in blocks:
         raise UsageError(f"{block!r} is not a block of a recipe.{nearest(block, blocks)}")

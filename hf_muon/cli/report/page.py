@@ -14,6 +14,7 @@ import yaml
 
 from ..recipe.schema import Recipe
 from . import figures, sections
+from .benchmarks import benchmark_section, memory_section
 from .diagnostics import diagnostics_panel
 from .wording import cautions, verdict
 
@@ -28,6 +29,8 @@ def write_report(recipe: Recipe, document: Mapping[str, Any], folder: Path) -> N
         `loss.png` needs matplotlib (extra `plots`); without it one log line says so and the rest is written.
     """
     (folder / "report.html").write_text(render(recipe, document), encoding="utf-8")
+    if not document["runs"]:
+        return
     from .picture import draw_loss_curves
 
     if not draw_loss_curves(document, folder / "loss.png"):
@@ -36,12 +39,12 @@ def write_report(recipe: Recipe, document: Mapping[str, Any], folder: Path) -> N
 
 def render(recipe: Recipe, document: Mapping[str, Any]) -> str:
     """Return the page: self-contained, no address is fetched, readable without script."""
-    template = Template((HERE / "template.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        style=(HERE / "report.css").read_text(encoding="utf-8"),
-        script=(HERE / "report.js").read_text(encoding="utf-8"),
-        recipe=escape(recipe.name),
-        title=escape(recipe.title),
+    if not document["runs"]:
+        return _render_prediction(recipe, document)
+    return _template("template.html").substitute(
+        _frame(recipe, document),
+        benchmarks=benchmark_section(document),
+        predicted=memory_section(document),
         meta=sections.meta_line(recipe, document),
         verdict=escape(verdict(document)),
         scores=sections.scores(document),
@@ -59,9 +62,33 @@ def render(recipe: Recipe, document: Mapping[str, Any]) -> str:
         shows=_items(recipe.shows),
         limits=_items([*recipe.does_not_show, *cautions(document)]),
         runs=sections.runs_table(document),
-        versions=sections.versions(document),
-        config=escape(yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True, width=88)),
     )
+
+
+def _render_prediction(recipe: Recipe, document: Mapping[str, Any]) -> str:
+    """Return the page of a memory recipe that trained nothing."""
+    return _template("prediction.html").substitute(
+        _frame(recipe, document),
+        predicted=memory_section(document),
+        shows=_items(recipe.shows),
+        limits=_items(recipe.does_not_show),
+    )
+
+
+def _template(name: str) -> Template:
+    return Template((HERE / name).read_text(encoding="utf-8"))
+
+
+def _frame(recipe: Recipe, document: Mapping[str, Any]) -> dict[str, str]:
+    """Return what every page holds."""
+    return {
+        "style": (HERE / "report.css").read_text(encoding="utf-8"),
+        "script": (HERE / "report.js").read_text(encoding="utf-8"),
+        "recipe": escape(recipe.name),
+        "title": escape(recipe.title),
+        "versions": sections.versions(document),
+        "config": escape(yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True, width=88)),
+    }
 
 
 def _items(sentences: list[str]) -> str:

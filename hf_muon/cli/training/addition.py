@@ -9,7 +9,7 @@ from typing import Any
 
 from ..recipe.schema import Recipe
 from ..resources import load_evaluation
-from .tasks import stack_batches
+from .tasks import plain_collate, stack_batches
 
 CHARACTERS = "0123456789+="
 END = len(CHARACTERS)
@@ -48,10 +48,13 @@ class AdditionTask:
     """Sums of two numbers from 0 to `max_operand`; only the answer counts in the loss."""
 
     processing_class = None
+    model_source = ""
+    collate = staticmethod(plain_collate)
 
     def __init__(self, recipe: Recipe) -> None:
         from datasets import Dataset
 
+        self.benchmark_rows: dict[str, Any] = {}
         top = recipe.task.max_operand
         self._limit = recipe.task.eval_rows
         self._length = 2 * len(str(top)) + 2 + len(str(2 * top)) + 1

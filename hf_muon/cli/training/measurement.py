@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import TrainerCallback
+
+from .checkpoints import WATCH_FILE, write_json
+
+RECORDED = ("loss", "step_seconds", "curve", "diagnostics", "optimizer_seconds", "peak_memory_bytes")
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -65,7 +72,7 @@ class RunWatch(TrainerCallback):
         self._on_step = on_step
         self._process = psutil.Process()
         self._started = self._entered = 0.0
-        self._paused = 0.0
+        self._paused = self._before = 0.0
         self.loss: list[float] = []
         self.step_seconds: list[float] = []
         self.curve: list[dict[str, float]] = []
@@ -77,7 +84,21 @@ class RunWatch(TrainerCallback):
     @property
     def seconds(self) -> float:
         """Return the training seconds so far, evaluation left out."""
-        return time.perf_counter() - self._started - self._paused
+        return self._before + time.perf_counter() - self._started - self._paused
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take over what was recorded up to a checkpoint."""
+        recorded = json.loads((checkpoint / WATCH_FILE).read_text(encoding="utf-8"))
+        for key in RECORDED:
+            setattr(self, key, recorded[key])
+        self.loss = [math.nan if value is None else value for value in self.loss]
+        self._before = self.step_seconds[-1]
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the record beside the checkpoint, which it also marks as whole."""
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_json(folder / WATCH_FILE, {key: getattr(self, key) for key in RECORDED})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock and listen to the optimizer."""

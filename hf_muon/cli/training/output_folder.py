@@ -70,7 +70,7 @@ def _resume(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
         runs = json.loads((folder / "results.json").read_text(encoding="utf-8"))["runs"]
     except (OSError, ValueError, KeyError):
         return []
-    return [_with_nan(run) for run in runs]
+    return [with_nan(run) for run in runs]
 
 
 def write_results(folder: Path, document: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _with_nan(run: dict[str, Any]) -> dict[str, Any]:
+def with_nan(run: dict[str, Any]) -> dict[str, Any]:
     """Undo `plain` where a number is expected: null losses mean that the run diverged."""
     nan = math.nan
     run["loss"] = [nan if value is None else value for value in run["loss"]]

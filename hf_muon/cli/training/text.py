@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UsageError
 from ..recipe.schema import Recipe
 from ..resources import recipes_dir
-from .tasks import stack_batches
+from .tasks import plain_collate, stack_batches
 
 END_OF_TEXT = "<|end|>"
 SPLITS = ("train", "validation", "test")
@@ -20,9 +20,13 @@ SPLITS = ("train", "validation", "test")
 class TextTask:
     """Next-token prediction on rows of question and answer (or `text`), packed into blocks of one length."""
 
+    model_source = ""
+    collate = staticmethod(plain_collate)
+
     def __init__(self, recipe: Recipe) -> None:
         from datasets import Dataset
 
+        self.benchmark_rows: dict[str, Any] = {}
         task = recipe.task
         folder = find_data(task.data)
         texts = {name: read_rows(folder / f"{name}.jsonl", task.max_rows) for name in SPLITS}
@@ -82,7 +86,7 @@ def find_data(name: str) -> Path:
     shipped = recipes_dir() / "data"
     folder = shipped / name if (shipped / name).is_dir() else Path(name)
     if not folder.is_dir():
-        known = ", ".join(sorted(path.name for path in shipped.iterdir() if path.is_dir()))
+        known = ", ".join(sorted(path.name for path in shipped.iterdir() if (path / "validation.jsonl").is_file()))
         raise UsageError(f"task.data must be a shipped data set ({known}) or a local folder; got {name!r}.")
     missing = [f"{split}.jsonl" for split in SPLITS if not (folder / f"{split}.jsonl").is_file()]
     if missing:

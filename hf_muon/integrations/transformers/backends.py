@@ -92,10 +92,6 @@ _REFUSALS = {
         "The model must be sharded by Accelerate for Muon; got one that transformers sharded at load time. Load it"
         " without distributed_config and use an Accelerate file with FSDP2."
     ),
-    Backend.DEEPSPEED: (
-        'optim="dmuon" is not supported under DeepSpeed in this version. Use FSDP2 or DDP, or DeepSpeed\'s own Muon'
-        ' ("type": "muon" in its optimizer block).'
-    ),
 }
 _NOTICES = {
     Backend.DDP: "Under DDP with dmuon=off every rank orthogonalizes every matrix: right, but repeated work.",

@@ -12,7 +12,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ...optim import MuonWithAuxAdam
 from .factory import routing_of
-from .routing_table import render_routing, show_once
+from .routing_table import fine_tuning_advice, render_routing, show_once, warn_once
+from .trainer_options import asks_for_dmuon
 
 logger = logging.getLogger("hf_muon.integrations.transformers")
 
@@ -30,21 +31,33 @@ class MuonCallback(TrainerCallback):
         self._optimizer: MuonWithAuxAdam | None = None
         self._rates: dict[str, float] = {}
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Settle a DeepSpeed configuration: whose Muon it means, and whether that can work."""
+        if getattr(args, "hf_deepspeed_config", None) is not None:
+            from ..deepspeed.trainer_start import prepare_trainer
+
+            prepare_trainer(args, kwargs.get("model"), ours=asks_for_dmuon(args))
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the optimizer and print the routing table on the main process."""
         self._optimizer = find_muon(kwargs.get("optimizer"))
         self._rates = {}
         if self._optimizer is None or not state.is_world_process_zero:
             return
-        text = render_routing(self._optimizer, routing_of(self._optimizer))
-        show_once(text, to_stderr=not args.disable_tqdm)
+        rows = routing_of(self._optimizer)
+        show_once(render_routing(self._optimizer, rows), to_stderr=not args.disable_tqdm)
+        if rows and (advice := fine_tuning_advice(kwargs["model"], rows)):
+            warn_once(advice)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure the step when a log entry follows; DeepSpeed steps before `on_pre_optimizer_step`."""
+        if self._optimizer is not None:
+            self._optimizer.track_update_rms = _log_follows(args, state)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the rates of this step, and measure it when a log entry follows."""
-        if self._optimizer is None:
-            return
-        self._rates = learning_rates(self._optimizer)
-        self._optimizer.track_update_rms = _log_follows(args, state)
+        """Note the rates of this step."""
+        if self._optimizer is not None:
+            self._rates = learning_rates(self._optimizer)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the values to a training entry and to its copy in `state.log_history`."""

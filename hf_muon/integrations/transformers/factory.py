@@ -60,6 +60,11 @@ class OptimizerFactory:
         """
         if asks_for_dmuon(training_args):
             options = {**parse_key_values(training_args.optim_args or ""), **options}
+        backend = detect_backend(model)
+        if backend is Backend.DEEPSPEED:
+            from ..deepspeed.trainer_start import factory_options, settle
+
+            options = factory_options(options, self.config)
         config = config_from_options(options, training_args, self.config)
         if training_args is None and config.lr is config.muon_lr is config.adam_lr is None:
             logger.warning(
@@ -68,9 +73,13 @@ class OptimizerFactory:
                 config.resolved_muon_lr,
                 config.resolved_adam_lr,
             )
-        backend = detect_backend(model)
         check_supported(model, backend, config)
-        if backend is Backend.FSDP2:
+        kind: type[MuonWithAuxAdam] = MuonWithAuxAdam
+        if backend is Backend.DEEPSPEED:
+            from ..deepspeed.optimizer import PartitionedOptimizer as kind
+
+            settle(config)
+        elif backend is Backend.FSDP2:
             from ..accelerate import activate
 
             activate()
@@ -78,11 +87,15 @@ class OptimizerFactory:
         if model in replicas:
             model = replicas[0].module
         rows = explain_parameters(
-            model, include=config.include, exclude=config.exclude, matrix_split=config.resolved_matrix_split
+            model,
+            include=config.include,
+            exclude=config.exclude,
+            matrix_split=config.resolved_matrix_split,
+            conv=config.conv,
         )
         check_coverage(rows)
         apply_tags(model, rows)
-        optimizer = MuonWithAuxAdam(
+        optimizer = kind(
             build_param_groups(rows, model, muon=_muon_options(config), adamw=_adamw_options(config)), config
         )
         _routing[optimizer] = rows

@@ -77,6 +77,12 @@ def _connect_data_parallel(module: ModuleType) -> None:
     activate_data_parallel()
 
 
+def _connect_deepspeed(module: ModuleType) -> None:
+    from ..deepspeed.engine import connect_engine
+
+    connect_engine(module)
+
+
 def _both(*actions: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     def run(module: ModuleType) -> None:
         for action in actions:
@@ -107,4 +113,5 @@ _ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.trainer_optimizer": _add_handler,
     "transformers.trainer": _both(_add_callback, _connect_checkpoints),
     "accelerate.accelerator": _connect_data_parallel,
+    "deepspeed.runtime.engine": _connect_deepspeed,
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from ...optim import MuonWithAuxAdam
 from ...param_groups import ParameterRow
+from ...param_groups.sites import true_shape
 
 logger = logging.getLogger("hf_muon.integrations.transformers")
 
@@ -76,13 +78,12 @@ def _groups_table(optimizer: MuonWithAuxAdam) -> Any:
     table = Table(title="hf-muon groups", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("group", "tensors", "elements", "lr", "weight decay"):
         table.add_column(name, justify="left" if name == "group" else "right")
-    for group in optimizer.param_groups:
+    for group, (tensors, elements) in zip(optimizer.param_groups, optimizer.group_sizes(), strict=True):
         kind = "Muon" if group["use_muon"] else "AdamW"
-        elements = sum(parameter.numel() for parameter in group["params"])
         # At train begin a scheduler with warm-up has already set lr to 0; initial_lr is what was asked for.
         rate = float(group.get("initial_lr", group["lr"]))
         decay = f"{group['weight_decay']:g}"
-        table.add_row(kind, str(len(group["params"])), f"{elements:,}", f"{rate:g}", decay)
+        table.add_row(kind, str(tensors), f"{elements:,}", f"{rate:g}", decay)
     return table
 
 
@@ -101,3 +102,31 @@ def _tensors_table(lines: Sequence[RoutingLine]) -> Any:
         algorithm = "Muon" if line.algorithm == "muon" else "AdamW"
         table.add_row(str(line.tensors), line.pattern, shape, algorithm, line.rule)
     return table
+
+
+def fine_tuning_advice(model: Any, rows: Sequence[ParameterRow]) -> str | None:
+    """Return a recommendation where most of a pretrained model is trained by Muon, else None.
+
+    Whether Adam pretrained it is not written in a checkpoint; most published ones were. docs/fine_tuning.md has the
+    evidence. Adapters and partly frozen models get no advice: their updates are constrained already.
+
+    Args:
+        model: the model as the Trainer holds it; its configuration says where weights came from.
+        rows: how its trainable tensors are routed.
+    """
+    source = getattr(model, "name_or_path", "") or getattr(getattr(model, "config", None), "_name_or_path", "")
+    on_muon = sum(row.count for row in rows if row.is_muon and row.role != "lora")
+    total = sum(math.prod(true_shape(parameter)) for parameter in model.parameters())
+    if not source or 2 * sum(row.count for row in rows) < total or 2 * on_muon < sum(row.count for row in rows):
+        return None
+    return (
+        f"Full fine-tuning of {source} with Muon: if AdamW pretrained it, as most published models, AdamW is often"
+        " level or better here. LoRA with Muon does not show this gap, and neither does a model that Muon pretrained."
+        " Compare both before a long run; docs/fine_tuning.md has the evidence."
+    )
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Write `text` as a warning; the same text once per process."""
+    logger.warning("%s", text)

@@ -27,11 +27,15 @@ def options_from_arguments(args: Any, optim_args: Mapping[str, Any] | None = Non
     """
     text = getattr(args, "optim_args", None)
     pairs = dict(parse_key_values(text) if isinstance(text, str) else optim_args or {})
+    if deepspeed := getattr(args, "hf_deepspeed_config", None):
+        from ..deepspeed.trainer_start import options_from_block
+
+        pairs = options_from_block(deepspeed.config, pairs)
     config = config_from_options(pairs, args)
     return {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(MuonConfig)
-        if getattr(config, field.name) != field.default
+        if deepspeed or getattr(config, field.name) != field.default
     }
 
 

@@ -13,7 +13,7 @@ from hf_muon.cli.errors import UsageError
 from hf_muon.cli.launch import launch_arguments, shipped_files
 
 ROOT = Path(__file__).resolve().parents[3]
-EXPECTED = {"single", "ddp", "fsdp2_z3", "fsdp2_z2", "hsdp"}
+EXPECTED = {"single", "ddp", "fsdp2_z3", "fsdp2_z2", "hsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"}
 SCRIPT = """
 import sys
 from transformers import TrainingArguments
@@ -100,3 +100,24 @@ def test_accelerate_turns_the_files_into_the_plugin_meant(name, tmp_path):
     assert environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
     if name == "hsdp":
         assert environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accelerate_turns_the_deepspeed_files_into_the_plugin_meant(stage, monkeypatch):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    words = ["--config_file", str(shipped_files()[f"deepspeed_zero{stage}"]), "script.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    _, environment = prepare_deepspeed_cmd_env(arguments)
+    for key, value in environment.items():
+        if key.startswith("ACCELERATE_"):
+            monkeypatch.setenv(key, value)
+    plugin = DeepSpeedPlugin()
+    config = plugin.deepspeed_config
+    assert config["zero_optimization"]["stage"] == stage and "optimizer" not in config
+    # Left to Trainer or the script, so that one file serves any batch and clipping.
+    assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == ("auto", "auto")
+    assert plugin.zero3_init_flag is (stage == 3)
+    assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is (stage == 3)

@@ -22,7 +22,6 @@ def pretend(monkeypatch, kind, **plugin):
     ("kind", "plugin", "message"),
     [
         ("FSDP", {"fsdp_version": 1}, '"fsdp_version": 2'),
-        ("DEEPSPEED", {}, "not supported under DeepSpeed in this version"),
     ],
 )
 def test_backends_of_later_versions_are_refused(monkeypatch, kind, plugin, message):

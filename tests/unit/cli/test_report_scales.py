@@ -47,3 +47,11 @@ def test_layers_that_agree_fold_into_one_row():
         {"name": "h.3.w", "shape": [2, 4], "algorithm": "muon", "rule": "linear"}
     ]
     assert [row[0] for row in fold_layers(rows)] == ["h.{0-2,5}.w", "h.3.w"]
+
+
+def test_a_score_without_spread_is_shown_as_a_bound():
+    from hf_muon.cli.report.benchmarks import measured_text
+
+    assert measured_text({"score": 0.25, "stderr": 0.0433, "n": 100}) == "25.0 ± 4.3"
+    assert measured_text({"score": 0.0, "stderr": 0.0, "n": 100}) == "0.0 (below 3.0)"
+    assert measured_text({"score": 1.0, "stderr": 0.0, "n": 2}) == "100.0 (above 0.0)"

@@ -289,6 +289,26 @@ def test_case_33_step_does_not_depend_on_the_scale_of_the_gradient() -> None:
     torch.testing.assert_close(steps[0], steps[1], rtol=0, atol=1e-5)  # rounding next to weights of 8
 
 
+def test_case_33_a_rescaled_pair_moves_its_product_by_the_documented_amount() -> None:
+    """dB A grows and B dA shrinks by the factor; with B = 0, as PEFT starts, only the first is there."""
+    torch.manual_seed(3)
+    a, b, inputs = torch.randn(4, 12), torch.randn(10, 4), torch.randn(5, 12)
+    moves = {}
+    for scale in (1.0, 8.0):
+        pair = [nn_parameter(a * scale), nn_parameter(b / scale)]
+        (inputs @ pair[0].T @ pair[1].T).square().sum().backward()
+        before = [one.detach().clone() for one in pair]
+        MuonWithAuxAdam([{"params": pair, "use_muon": True}], lr=0.01, ns_dtype="float32").step()
+        step_a, step_b = (now.detach() - then for now, then in zip(pair, before, strict=True))
+        moves[scale] = (step_b @ before[0]).norm(), (before[1] @ step_a).norm()
+    ratios = [float(large / small) for small, large in zip(moves[1.0], moves[8.0], strict=True)]
+    assert ratios == pytest.approx([8.0, 1 / 8.0], rel=1e-3)  # float32 gradients of another scale, iterated
+
+
+def nn_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor.clone())
+
+
 def test_update_rms_is_recorded_only_when_asked_for() -> None:
     matrix, vector = torch.nn.Parameter(torch.zeros(6, 8)), torch.nn.Parameter(torch.zeros(5))
     groups = [{"params": [matrix], "use_muon": True}, {"params": [vector], "use_muon": False}]

@@ -74,12 +74,8 @@ def test_exclude_wins_over_include_and_reaches_every_alias() -> None:
         ),
         ({"exclude": ["nothing"]}, ValueError, r"exclude must match a trainable parameter; got 'nothing'"),
         ({"include": ["("]}, ValueError, r"include must hold regular expressions; got '\('"),
-        (
-            {"matrix_split": "per_head"},
-            NotImplementedError,
-            "matrix_split must be auto, fused or none; got 'per_head'",
-        ),
-        ({"matrix_split": "x"}, ValueError, "matrix_split must be auto, fused or none; got 'x'"),
+        ({"matrix_split": "x"}, ValueError, "matrix_split must be one of auto, none, fused, per_head; got 'x'"),
+        ({"conv": "flat"}, ValueError, "conv must be one of adamw, flatten; got 'flat'. Did you mean 'flatten'"),
     ],
 )
 def test_bad_options_say_what_to_do(options: dict, error: type[Exception], message: str) -> None:

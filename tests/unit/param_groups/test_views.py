@@ -21,6 +21,9 @@ VIEWS = [
     (MatrixView(groups=3, parts=(1, 1), transposed=True), (2, 5, 6), [(2, 3, 5), (2, 3, 5)]),
     (MatrixView(stack=3), (6, 5), [(3, 2, 5)]),
     (MatrixView(stack=3, transposed=True), (6, 5), [(3, 5, 2)]),
+    (MatrixView(alternating=3), (4, 6), [(3, 4, 2)]),
+    (MatrixView(alternating=3, parts=(1, 3)), (4, 6), [(3, 1, 2), (3, 3, 2)]),
+    (MatrixView(parts=(4, 2), head_rows=(2, 0)), (6, 5), [(2, 2, 5), (1, 2, 5)]),
     (MatrixView(flatten=True), (4, 3, 2, 2), [(1, 4, 12)]),
     (MatrixView(flatten=True, transposed=True), (4, 3, 2), [(1, 6, 4)]),
 ]
@@ -74,6 +77,7 @@ def test_assemble_gives_the_dtype_of_like() -> None:
         (lambda: MatrixView(parts=(2, 2)).matrices(torch.zeros(5, 3)), "never local rows"),
         (lambda: MatrixView().matrices(torch.zeros(5)), "MatrixView must see at least two axes"),
         (lambda: MatrixView(stack=2).matrices(torch.zeros(5, 3)), "MatrixView must see rows in 2 equal matrices"),
+        (lambda: MatrixView(alternating=2).matrices(torch.zeros(4, 3)), "MatrixView must see columns of 2 equal"),
         (lambda: MatrixView(parts=(2, 3)).assemble([torch.zeros(5, 3)]), "assemble must get 2 matrices; got 1"),
         (lambda: MatrixView(flatten=True).assemble([torch.zeros(5, 3)]), "assemble must get `like`"),
     ],

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model consists of, as the plan sees it: routed parameters, units, and the owners that the runtime picks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..distributed.ownership import Matrix, OwnershipPlan, build_plan
+from ..param_groups import MatrixView, ParameterRow, explain_parameters
+from .units import unit_names, unit_of
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trainable tensor: its routing row, and the unit that gathers it ("" is the root)."""
+
+    row: ParameterRow
+    unit: str
+
+
+@dataclass(frozen=True)
+class Census:
+    """The trainable tensors of a model in `named_parameters()` order, and its units in the order of their modules."""
+
+    parameters: tuple[Parameter, ...]
+    units: tuple[str, ...]
+
+    @property
+    def muon_elements(self) -> int:
+        """Elements that Muon updates: P_M."""
+        return sum(p.row.count for p in self.parameters if p.row.is_muon)
+
+    @property
+    def adamw_elements(self) -> int:
+        """Elements that AdamW updates."""
+        return sum(p.row.count for p in self.parameters if not p.row.is_muon)
+
+    @property
+    def elements(self) -> int:
+        """All trainable elements."""
+        return self.muon_elements + self.adamw_elements
+
+    def unit_elements(self, *, muon: bool) -> list[int]:
+        """Return the elements of one half in each unit, in order; the root's come first."""
+        totals = dict.fromkeys(("", *self.units), 0)
+        for parameter in self.parameters:
+            if parameter.row.is_muon == muon:
+                totals[parameter.unit] += parameter.row.count
+        return list(totals.values())
+
+    def matrices(self, *, split_stacks: bool = False) -> list[Matrix]:
+        """Return what the runtime gives owners to, in its order.
+
+        Args:
+            split_stacks: every matrix of a stack of experts for itself, which the runtime does not do.
+        """
+        found = []
+        for parameter in self.parameters:
+            row = parameter.row
+            if not row.is_muon:
+                continue
+            if split_stacks and len(row.shape) == 3:
+                names, shape = [f"{row.name}[{k}]" for k in range(row.shape[0])], row.shape[1:]
+                one = Matrix.of_parameter(row.name, (1, *shape), parameter.unit, view=row.view)
+                found += [Matrix(name, shape, one.unit, one.cost) for name in names]
+            else:
+                found.append(Matrix.of_parameter(row.name, row.shape, parameter.unit, view=row.view))
+        return found
+
+    def owners(self, *, shard: int, replicate: int = 1) -> OwnershipPlan:
+        """Return the ownership plan that `dedicate_params` would make on this grid."""
+        return build_plan(self.matrices(), replicate=replicate, shard=shard)
+
+
+def take_census(
+    model: nn.Module, *, include: tuple[str, ...] = (), exclude: tuple[str, ...] = (), matrix_split: str = "auto"
+) -> Census:
+    """List the trainable tensors of `model` with their algorithm and unit. Reads no values.
+
+    Raises:
+        ValueError: what `explain_parameters` raises.
+    """
+    rows = explain_parameters(model, include=include, exclude=exclude, matrix_split=matrix_split)
+    sites: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        sites.setdefault(id(parameter), []).append(name)
+    by_name = {name: id(parameter) for name, parameter in model.named_parameters()}
+    units = unit_names(model)
+    parameters = tuple(Parameter(row, unit_of(sites[by_name[row.name]], units)) for row in rows)
+    return Census(parameters, tuple(units))
+
+
+__all__ = ["Census", "MatrixView", "Parameter", "take_census"]

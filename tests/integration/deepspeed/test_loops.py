@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed without Trainer: `deepspeed.initialize` by hand and Accelerate loops; steps with inf or NaN."""
+
+import pytest
+
+from tests.integration.deepspeed import jobs
+from tests.integration.deepspeed.test_trainer import MOVEMENT, distance
+from tests.support import cpu_deepspeed
+
+
+@pytest.fixture(scope="module")
+def start(llama):
+    return {name: value.clone() for name, value in jobs.load(llama).state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_deepspeed_initialize_takes_the_optimizer_of_the_factory(llama, start, stage):
+    results = cpu_deepspeed.run(jobs.plain_loop, llama, jobs.loop_config(stage))
+    gap, name = distance(results[0]["history"][-1], jobs.one_process_loop(llama), start)
+    assert gap <= MOVEMENT, name
+    assert sum(result["counts"]["ours"] for result in results) == 14 * jobs.STEPS
+    assert all(result["counts"]["deepspeed"] == 0 for result in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_heads_reach_their_owner_whole_and_are_orthogonalized_apart(llama, start, stage):
+    options = {"matrix_split": "per_head"}
+    results = cpu_deepspeed.run(jobs.plain_loop, llama, jobs.loop_config(stage), **options)
+    gap, name = distance(results[0]["history"][-1], jobs.one_process_loop(llama, **options), start)
+    assert gap <= MOVEMENT, name
+    matrices = jobs.num_matrices(llama, **options)[0]
+    assert matrices == 2 * (6 + 2 + 2 + 4)  # query, key and value heads; o, gate, up and down
+    assert sum(result["counts"]["ours"] for result in results) == matrices * jobs.STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_with_nan_on_one_rank_is_skipped_whole_on_all(llama, stage):
+    results = cpu_deepspeed.run(jobs.plain_loop, llama, jobs.loop_config(stage), spoiled=(1,))
+    for result in results:
+        before, spoiled, after = result["history"]
+        assert all((before[name] == spoiled[name]).all() for name in before)
+        assert any((spoiled[name] != after[name]).any() for name in before)
+        assert all(value.isfinite().all() for value in after.values())
+        assert (result["skipped"], result["last"], result["finite"]) == (1, False, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accelerate_loops_take_options_from_the_optimizer_block(llama, start, stage):
+    params = {**jobs.LOOP_OPTIONS, "lr": "auto", "torch_adam": True, "adjust_lr_fn": "match_rms_adamw"}
+    config = jobs.loop_config(stage, optimizer={"type": "muon", "params": params})
+    weights = cpu_deepspeed.run(jobs.accelerate_loop, llama, config)[0]
+    gap, name = distance(weights, jobs.one_process_loop(llama), start)
+    assert gap <= MOVEMENT, name
