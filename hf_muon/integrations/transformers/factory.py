@@ -66,13 +66,8 @@ class OptimizerFactory:
 
             options = factory_options(options, self.config)
         config = config_from_options(options, training_args, self.config)
-        if training_args is None and config.lr is config.muon_lr is config.adam_lr is None:
-            logger.warning(
-                "No learning rate was given: Muon runs with %g, AdamW with %g. Pass lr, or training_args to take the"
-                " Trainer's.",
-                config.resolved_muon_lr,
-                config.resolved_adam_lr,
-            )
+        if training_args is None:
+            _warn_without_rate(config)
         check_supported(model, backend, config)
         kind: type[MuonWithAuxAdam] = MuonWithAuxAdam
         if backend is Backend.DEEPSPEED:
@@ -104,6 +99,16 @@ class OptimizerFactory:
         for ddp in replicas:
             optimizer.dedicate_matrices(ddp)
         return optimizer
+
+
+def _warn_without_rate(config: MuonConfig) -> None:
+    if config.lr is config.muon_lr is config.adam_lr is None:
+        logger.warning(
+            "No learning rate was given: Muon runs with %g, AdamW with %g. Pass lr, or training_args to take the"
+            " Trainer's.",
+            config.resolved_muon_lr,
+            config.resolved_adam_lr,
+        )
 
 
 def routing_of(optimizer: MuonWithAuxAdam) -> Sequence[ParameterRow]:
