@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# Two test files at a time: most tests use one core, and a file keeps its workers.
+WORKERS ?= 2
 
 .PHONY: demo test lint install install-dev clean
 
@@ -10,7 +12,7 @@ demo: install
 	$(BIN)/hf-muon run $(ARGS)
 
 test: install-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: install-dev
 	$(BIN)/ruff format --check .

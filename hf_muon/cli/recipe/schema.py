@@ -198,6 +198,28 @@ class Recipe:
         ):
             value = getattr(self.training, key)
             _require(math.isfinite(value) and value >= 0, f"training.{key}", "be finite and not negative", value)
+        self._check_model()
+        for key in ("muon", "adamw"):
+            rates = getattr(self.search, key)
+            usable = bool(rates) and all(math.isfinite(rate) and rate > 0 for rate in rates)
+            _require(usable, f"search.{key}", "hold positive learning rates", rates)
+        seeds = self.search.seeds
+        _require(len(set(seeds)) == len(seeds) > 0, "search.seeds", "hold at least one seed and none twice", seeds)
+        _require(all(0 <= seed < 2**32 for seed in seeds), "search.seeds", "lie in 0 to 2**32 - 1", seeds)
+        _require(self.training.threads <= 1024, "training.threads", "be at most 1024", self.training.threads)
+        self._check_adamw()
+        _require(self.task.block_size >= 8, "task.block_size", "be at least 8", self.task.block_size)
+        _require(self.task.vocab_size >= 300, "task.vocab_size", "be at least 300", self.task.vocab_size)
+        _require(9 <= self.task.max_operand <= 9999, "task.max_operand", "lie in 9 to 9999", self.task.max_operand)
+        for key in ("max_rows", "eval_rows"):
+            _require(getattr(self.task, key) >= 0, f"task.{key}", "not be negative", getattr(self.task, key))
+        self._check_optimizer()
+        if self.task.kind == "instruct":
+            self._check_instruct()
+        else:
+            self._check_from_scratch()
+
+    def _check_model(self) -> None:
         for key, value in dataclasses.asdict(self.model).items():
             least = 0 if key == "lora_rank" else 1
             _require(isinstance(value, (bool, str)) or value >= least, f"model.{key}", f"be at least {least}", value)
@@ -220,25 +242,6 @@ class Recipe:
             f"divide num_attention_heads = {model.num_attention_heads}",
             model.num_key_value_heads,
         )
-        for key in ("muon", "adamw"):
-            rates = getattr(self.search, key)
-            usable = bool(rates) and all(math.isfinite(rate) and rate > 0 for rate in rates)
-            _require(usable, f"search.{key}", "hold positive learning rates", rates)
-        seeds = self.search.seeds
-        _require(len(set(seeds)) == len(seeds) > 0, "search.seeds", "hold at least one seed and none twice", seeds)
-        _require(all(0 <= seed < 2**32 for seed in seeds), "search.seeds", "lie in 0 to 2**32 - 1", seeds)
-        _require(self.training.threads <= 1024, "training.threads", "be at most 1024", self.training.threads)
-        self._check_adamw()
-        _require(self.task.block_size >= 8, "task.block_size", "be at least 8", self.task.block_size)
-        _require(self.task.vocab_size >= 300, "task.vocab_size", "be at least 300", self.task.vocab_size)
-        _require(9 <= self.task.max_operand <= 9999, "task.max_operand", "lie in 9 to 9999", self.task.max_operand)
-        for key in ("max_rows", "eval_rows"):
-            _require(getattr(self.task, key) >= 0, f"task.{key}", "not be negative", getattr(self.task, key))
-        self._check_optimizer()
-        if self.task.kind == "instruct":
-            self._check_instruct()
-        else:
-            self._check_from_scratch()
 
     def _check_choices(self) -> None:
         metrics = ("loss", "exact_match") if self.task.kind == "addition" else ("loss",)
