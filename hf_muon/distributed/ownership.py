@@ -290,7 +290,8 @@ def _assign(matrices: Sequence[Matrix], ranks: int, *, spread: bool) -> list[int
     for index in order:
         matrix = matrices[index]
         fewest = unit_size[matrix.unit] // ranks if spread else 0
-        passed, chosen = [], None
+        passed: list[tuple[float, int, int]] = []
+        chosen = None
         while heap and chosen is None:
             entry = heapq.heappop(heap)
             if not spread and passed and entry[0] > passed[0][0]:

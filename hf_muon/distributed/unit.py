@@ -91,7 +91,7 @@ class Unit:
                 matrix.view = nn.Parameter(view, requires_grad=matrix.parameter.requires_grad)
         self._flat.untyped_storage().resize_(0)
         self.replicas = {
-            bucket: ReplicaCopies(self.label, bucket, param_dtype, comm)
+            bucket.offset: ReplicaCopies(self.label, bucket, param_dtype, comm)
             for bucket in self.buckets
             if grid.replicate > 1 and bucket.shard_index == grid.shard_index
         }
@@ -200,8 +200,8 @@ class Unit:
                     targets.append(data[slot.offset : slot.end].view(slot.shape))
                     sources.append(self.matrices[slot.index].parameter.to_local())
         foreach_copy_(targets, sources)
-        if bucket in self.replicas:
-            self.replicas[bucket].copy_into(data)
+        if bucket.offset in self.replicas:
+            self.replicas[bucket.offset].copy_into(data)
 
     def _fill_slot(self, target: torch.Tensor, slot: Slot) -> None:
         target.view(slot.shape).copy_(self.matrices[slot.index].parameter.to_local())

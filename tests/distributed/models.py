@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from hf_muon import MatrixView
 from hf_muon.distributed import dedicate_params
 
 VOCAB, HIDDEN, INTER = 131, 60, 77  # divisible by no rank count above 2; INTER by none
@@ -37,6 +38,29 @@ class Block(nn.Module):
         h = self.norm(x)
         h = self.down(torch.tanh(self.gate(h)) * self.up(h))
         return x + h + self.widen(self.few_rows(x))
+
+
+class MoeBlock(nn.Module):
+    """Experts in 3-D parameters, mixed by a softmax, as Mixtral (fused gate and up) and GPT-OSS (in, out) store them.
+
+    Three fused stacks of 5 and three smaller ones of 3 over three blocks: whole ones balance on no number of ranks.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.router = nn.Linear(HIDDEN, 5, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(5, 34, HIDDEN) / 8)
+        self.down = nn.Parameter(torch.randn(3, 17, HIDDEN) / 8)
+        self.gate_up.muon_view = MatrixView(parts=(17, 17))
+        self.down.muon_view = MatrixView(transposed=True)
+
+    def forward(self, x):
+        h = self.norm(x)
+        weight = torch.softmax(self.router(h), -1)
+        gate, up = torch.einsum("bth,eih->beti", h, self.gate_up).chunk(2, -1)
+        mixed = torch.einsum("beti,bte->bti", torch.tanh(gate) * up, weight)
+        return x + torch.einsum("bti,eih->bth", mixed, torch.tanh(self.down))
 
 
 class TinyModel(nn.Module):

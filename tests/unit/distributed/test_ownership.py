@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hf_muon.distributed.buckets import build_buckets
+from hf_muon.distributed.buckets import Piece, build_buckets
 from hf_muon.distributed.ownership import Matrix, build_plan
 from hf_muon.distributed.structures import grad_tensors, replace_grad_tensors
 
@@ -94,7 +94,8 @@ def test_bad_plans_are_named():
 def test_buckets_pack_without_gaps_and_sort_by_replica():
     shapes = [(3, 4), (2, 2, 2), (5, 1), (1, 7)]
     owners = [(1, 0), (0, 0), (0, 2), (1, 0)]
-    first, second = build_buckets(shapes, owners)
+    pieces = [Piece(index, 0, shape, *owners[index]) for index, shape in enumerate(shapes)]
+    first, second = build_buckets(pieces)
     assert (first.shard_index, second.shard_index) == (0, 2)
     assert first.numel == 12 + 8 + 7 and second.numel == 5
     assert [segment.replicate_index for segment in first.segments] == [0, 1]
@@ -107,7 +108,8 @@ def test_buckets_pack_without_gaps_and_sort_by_replica():
             position = slot.end
         assert segment.end == position
     assert position == first.numel
-    assert build_buckets([], []) == ()
+    assert second.offset == first.numel
+    assert build_buckets([]) == ()
 
 
 def test_tensors_are_found_and_replaced_inside_containers():
