@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from hf_muon import MatrixView
 from hf_muon.distributed import dedicate_params
+from hf_muon.param_groups import MatrixView
 
 VOCAB, HIDDEN, INTER = 131, 60, 77  # divisible by no rank count above 2; INTER by none
 
@@ -43,15 +43,15 @@ class Block(nn.Module):
 class MoeBlock(nn.Module):
     """Experts in 3-D parameters, mixed by a softmax, as Mixtral (fused gate and up) and GPT-OSS (in, out) store them.
 
-    Three fused stacks of 5 and three smaller ones of 3 over three blocks: whole ones balance on no number of ranks.
+    The two stacks differ in number, so that both an odd one and one of fewer experts than ranks can be split.
     """
 
-    def __init__(self):
+    def __init__(self, first=5, second=3):
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
-        self.router = nn.Linear(HIDDEN, 5, bias=False)
-        self.gate_up = nn.Parameter(torch.randn(5, 34, HIDDEN) / 8)
-        self.down = nn.Parameter(torch.randn(3, 17, HIDDEN) / 8)
+        self.router = nn.Linear(HIDDEN, first, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(first, 34, HIDDEN) / 8)
+        self.down = nn.Parameter(torch.randn(second, 17, HIDDEN) / 8)
         self.gate_up.muon_view = MatrixView(parts=(17, 17))
         self.down.muon_view = MatrixView(transposed=True)
 
