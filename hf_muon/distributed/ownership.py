@@ -338,15 +338,15 @@ def _relieve(matrices: Sequence[Matrix], owners: list[int], ranks: int, *, keep_
         if step is None:
             break
         target, given, taken = step
-        for index, source, goal in ((given, busiest, target), (taken, target, busiest)):
-            if index is not None:
-                cost, unit = matrices[index].cost, matrices[index].unit
-                held[source].remove((cost, index))
-                held[goal].insert(bisect_left(held[goal], (cost, index)), (cost, index))
+        for moved, source, goal in ((given, busiest, target), (taken, target, busiest)):
+            if moved is not None:
+                cost, unit = matrices[moved].cost, matrices[moved].unit
+                held[source].remove((cost, moved))
+                held[goal].insert(bisect_left(held[goal], (cost, moved)), (cost, moved))
                 load[source], load[goal] = load[source] - cost, load[goal] + cost
                 in_unit[unit, source] -= 1
                 in_unit[unit, goal] += 1
-                owners[index] = goal
+                owners[moved] = goal
     return owners
 
 
