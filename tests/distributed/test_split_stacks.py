@@ -11,7 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -186,7 +191,8 @@ def resume(seed, mesh_shape, folder, full):
         full = saved["model"], saved["optimizer"]
     elif dist.get_rank():
         full = {}, {}
-    set_state_dict(net, optimizer, model_state_dict=full[0], optim_state_dict=full[1], options=options)
+    set_model_state_dict(net, full[0], options=options)
+    set_optimizer_state_dict(net, optimizer, full[1], options=options)
     names = {id(p): name for name, p in net.named_parameters()}
     states = {names[id(p)]: as_plain(values) for p, values in optimizer.state.items()}
     return models.whole_state(net), states
