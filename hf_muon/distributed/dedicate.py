@@ -275,7 +275,8 @@ def make_plan(
             )
         )
     dtypes = sorted({str(matrix.parameter.dtype) for matrix in detached})
-    return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=f"{placement} {dtypes}")
+    settings = f"{placement} {dtypes}"
+    return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=settings, split_stacks=True)
 
 
 def _own_all(

@@ -191,20 +191,28 @@ class OwnershipPlan:
         return {"replicate": self.replicate, "shard": self.shard, "settings": self.settings, "matrices": rows}
 
 
-def build_plan(matrices: Sequence[Matrix], *, replicate: int = 1, shard: int = 1, settings: str = "") -> OwnershipPlan:
+def build_plan(
+    matrices: Sequence[Matrix],
+    *,
+    replicate: int = 1,
+    shard: int = 1,
+    settings: str = "",
+    split_stacks: bool = False,
+) -> OwnershipPlan:
     """Assign an owner to every matrix: the longest work first, each unit spread over different owners first.
 
     Deterministic and pure: the same list gives the same plan on every rank, without communication. Spreading a unit
     lets its broadcasts come from different ranks at once; where it would leave the busiest rank more than 5 % above
     what plain longest-processing-time reaches, balance wins. A local search then relieves the busiest rank by moves
-    and exchanges, which never make a unit more crowded on a rank than it was. Where that leaves the busiest rank more
-    than 2 % above the best possible, stacks of experts are split, into no more parts than it takes.
+    and exchanges, which never make a unit more crowded on a rank than it was.
 
     Args:
         matrices: in model order; names must differ.
         replicate: replicas of the sharded model (HSDP); owners are spread over the whole grid.
         shard: ranks that share one copy of the model.
         settings: text that ranks must agree on beside the plan.
+        split_stacks: divide stacks of experts, into no more parts than it takes, where whole ones would leave the
+            busiest rank more than 2 % above the best possible.
 
     Raises:
         ValueError: a grid without ranks, a negative cost, or a name that stands twice.
@@ -223,7 +231,7 @@ def build_plan(matrices: Sequence[Matrix], *, replicate: int = 1, shard: int = 1
             raise ValueError(f"{matrix.name} must have a cost of at least 0; got {matrix.cost}.")
     ranks = replicate * shard
     best, tried = None, 0
-    for grain in SPLIT_GRAINS:
+    for grain in SPLIT_GRAINS if split_stacks else SPLIT_GRAINS[:1]:
         parts = _cut(matrices, ranks, grain)
         if best is not None and len(parts) == tried:
             continue

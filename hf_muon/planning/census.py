@@ -60,7 +60,7 @@ class Census:
 
     def owners(self, *, shard: int, replicate: int = 1) -> OwnershipPlan:
         """Return the ownership plan that `dedicate_params` would make on this grid."""
-        return build_plan(self.matrices(), replicate=replicate, shard=shard)
+        return build_plan(self.matrices(), replicate=replicate, shard=shard, split_stacks=True)
 
 
 def take_census(

@@ -126,7 +126,7 @@ def test_split_stacks_keep_every_expert_once_in_rank_order(seed):
     kernel = Matrix.of_parameter("kernel", (64, 32, 3), "0", view=MatrixView(flatten=True))
     matrices = [*stacks[:3], kernel, *stacks[3:]]
     for shard, replicate in ((1, 1), (3, 1), (8, 1), (4, 3)):
-        plan = build_plan(matrices, shard=shard, replicate=replicate)
+        plan = build_plan(matrices, shard=shard, replicate=replicate, split_stacks=True)
         assert list(dict.fromkeys(m.name for m in plan.matrices)) == [m.name for m in matrices]
         for matrix in matrices:
             rows = [(m, owner) for m, owner in zip(plan.matrices, plan.owners, strict=True) if m.name == matrix.name]
@@ -140,17 +140,19 @@ def test_split_stacks_keep_every_expert_once_in_rank_order(seed):
                 assert plan.owner_of(matrix.name, m.start + m.experts - 1) == owner
         assert sum(m.name == "kernel" for m in plan.matrices) == 1  # one matrix in three axes
         assert sum(plan.ns_cost_per_rank()) == pytest.approx(sum(m.cost for m in matrices), rel=1e-12)
-        assert plan == build_plan(matrices, shard=shard, replicate=replicate)
+        assert plan == build_plan(matrices, shard=shard, replicate=replicate, split_stacks=True)
 
 
 def test_an_expert_is_the_unit_of_balance():
     stack = Matrix("stack", (64, 8, 8), "", 64.0, experts=64)
-    assert build_plan([stack], shard=64).imbalance == build_plan([stack], shard=64).imbalance_bound == 1.0
-    assert build_plan([stack], shard=1).matrices == (stack,)
-    plan = build_plan([stack], shard=100)
+    plan = build_plan([stack], shard=64, split_stacks=True)
+    assert plan.imbalance == plan.imbalance_bound == 1.0
+    assert build_plan([stack], shard=1, split_stacks=True).matrices == (stack,)
+    plan = build_plan([stack], shard=100, split_stacks=True)
     assert len(plan.idle_ranks) == 36 and plan.imbalance == plan.imbalance_bound == pytest.approx(100 / 64)
-    one = build_plan([Matrix("whole", (64, 8, 8), "", 64.0)], shard=4)
+    one = build_plan([Matrix("whole", (64, 8, 8), "", 64.0)], shard=4, split_stacks=True)
     assert one.split_stacks == 0 and one.imbalance == one.imbalance_bound == 4.0
+    assert build_plan([stack], shard=4).matrices == (stack,)  # only a runtime that can hold parts asks for them
 
 
 def test_pieces_of_a_stack_lie_side_by_side():
