@@ -3,23 +3,55 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one owner holds of one matrix of a unit: all of it, or a range of a stack's experts.
+
+    Args:
+        index: position of the matrix in its unit.
+        start: first row along axis 0.
+        shape: of the piece.
+        replicate_index: of the owner.
+        shard_index: of the owner.
+    """
+
+    index: int
+    start: int
+    shape: tuple[int, ...]
+    replicate_index: int
+    shard_index: int
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of one matrix inside a bucket's packed buffer."""
+    """Place of one piece inside a bucket's packed buffer."""
 
     index: int  # position of the matrix in its unit
+    start: int  # first row along axis 0
     offset: int
     shape: tuple[int, ...]
-    numel: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """First element after the matrix."""
+        """First element after the piece."""
         return self.offset + self.numel
+
+    @property
+    def rows(self) -> slice:
+        """Rows of the matrix, along axis 0."""
+        return slice(self.start, self.start + self.shape[0])
 
 
 @dataclass(frozen=True)
@@ -34,12 +66,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One unit's matrices whose owners sit at one index of the shard axis.
+    """A contiguous part of a unit's buffer whose owners sit at one index of the shard axis.
 
     They share a broadcast in the shard group. Sorted by the owner's replica, so that each one's part is contiguous.
     """
 
     shard_index: int
+    offset: int  # in the unit's buffer
     numel: int
     segments: tuple[Segment, ...]
 
@@ -49,25 +82,32 @@ class BucketLayout:
         return tuple(slot for segment in self.segments for slot in segment.slots)
 
 
-def build_buckets(shapes: Sequence[tuple[int, ...]], owners: Sequence[tuple[int, int]]) -> tuple[BucketLayout, ...]:
-    """Lay the matrices of one unit out in packed buffers, one per shard index that owns any, in ascending order.
+def build_buckets(pieces: Sequence[Piece]) -> tuple[BucketLayout, ...]:
+    """Lay the matrices of one unit out in one buffer, and divide it by owner.
 
-    Args:
-        shapes: global shapes.
-        owners: (replicate index, shard index) of each matrix's owner.
+    Whole matrices come first, one bucket per shard index that owns any, in ascending order. Each split stack follows,
+    its pieces side by side, so that the stack is one tensor in the buffer, with a bucket per owner.
     """
-    buckets = []
-    for shard_index in sorted({shard for _, shard in owners}):
-        segments, offset = [], 0
-        for replicate_index in sorted({r for r, s in owners if s == shard_index}):
-            start, slots = offset, []
-            for index, (shape, owner) in enumerate(zip(shapes, owners, strict=True)):
-                if owner == (replicate_index, shard_index):
-                    numel = 1
-                    for size in shape:
-                        numel *= size
-                    slots.append(Slot(index, offset, tuple(shape), numel))
-                    offset += numel
-            segments.append(Segment(replicate_index, start, offset, tuple(slots)))
-        buckets.append(BucketLayout(shard_index, offset, tuple(segments)))
+    parts = Counter(piece.index for piece in pieces)
+
+    def stack(piece: Piece) -> int:
+        return piece.index if parts[piece.index] > 1 else -1
+
+    def place(piece: Piece) -> tuple[int, ...]:
+        if stack(piece) < 0:
+            return (-1, piece.shard_index, piece.replicate_index, piece.index)
+        return (piece.index, piece.start)
+
+    buckets, offset = [], 0
+    ordered = sorted(pieces, key=place)
+    for (_, shard_index), run in groupby(ordered, key=lambda piece: (stack(piece), piece.shard_index)):
+        segments, end = [], 0
+        for replicate_index, members in groupby(run, key=lambda piece: piece.replicate_index):
+            start, slots = end, []
+            for piece in members:
+                slots.append(Slot(piece.index, piece.start, end, piece.shape))
+                end = slots[-1].end
+            segments.append(Segment(replicate_index, start, end, tuple(slots)))
+        buckets.append(BucketLayout(shard_index, offset, end, tuple(segments)))
+        offset += end
     return tuple(buckets)

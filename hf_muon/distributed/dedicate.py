@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from .._compat import fsdp_precision
 from .collectives import Communicator, RankGrid
 from .hooks import attach_hooks
-from .owned import OwnedDTensor, OwnerLayout, own, own_parameter
+from .owned import OwnedDTensor, OwnerLayout, Part, own, own_parameter
 from .ownership import Matrix, OwnershipPlan, build_plan
 from .runtime import DMuonRuntime, find_runtime
 from .standard import from_rank_zero
@@ -276,7 +276,8 @@ def make_plan(
             )
         )
     dtypes = sorted({str(matrix.parameter.dtype) for matrix in detached})
-    return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=f"{placement} {dtypes}")
+    settings = f"{placement} {dtypes}"
+    return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=settings, split_stacks=True)
 
 
 def _own_all(
@@ -288,12 +289,16 @@ def _own_all(
 ) -> tuple[list[OwnedMatrix], dict[int, OwnedDTensor]]:
     matrices, replaced = [], {}
     from_zero = has_values[0] and not all(has_values)
-    for row, owner in zip(detached, plan.owners, strict=True):
+    parts: dict[str, list[Part]] = {}
+    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
+        part = Part(owner, matrix.start, matrix.start + matrix.shape[0])
+        parts.setdefault(matrix.name, []).append(part)
+    for row in detached:
         old = row.parameter
-        layout = OwnerLayout(row.name, comm.grid, owner, old.shape)
+        layout = OwnerLayout(row.name, comm.grid, tuple(parts[row.name]), old.shape)
         dtype = placement.master_dtype or old.dtype
         if layout.is_local and not old.is_meta:
-            local = old.detach().to(device=comm.device, dtype=dtype).contiguous()
+            local = old.detach()[layout.rows].to(device=comm.device, dtype=dtype).contiguous()
             if local.untyped_storage().nbytes() > local.numel() * local.element_size():
                 local = local.clone()  # do not keep a file's or a stack's whole storage alive
         else:

@@ -2,8 +2,8 @@
 """`OwnedDTensor`: a tensor that lives whole on one rank and looks like any other DTensor to torch.
 
 Its spec says `Shard(0)` on the training mesh, so clipping, foreach and fused optimizers treat it like FSDP2's
-parameters; its local tensor is the whole matrix on the owner and has no rows elsewhere. Operations that would be
-wrong for such a layout raise.
+parameters; its local tensor is the whole matrix on the owner and has no rows elsewhere. A stack of experts may have
+several owners, each with a range of whole experts. Operations that would be wrong for such a layout raise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -28,6 +29,14 @@ _REDUCTIONS = frozenset(("linalg_vector_norm", "norm", "sum", "any", "all", "_fo
 _ADVICE = "Use it inside the forward of its module, or call full_tensor() for the whole matrix."
 
 
+class Part(NamedTuple):
+    """Rows [start, stop) along axis 0, and the grid position that holds them."""
+
+    position: int
+    start: int
+    stop: int
+
+
 @dataclass(eq=False)
 class OwnerLayout:
     """Where an owned tensor lives; shared by the parameter, its gradient and its optimizer state.
@@ -35,56 +44,90 @@ class OwnerLayout:
     Args:
         name: FQN, for messages.
         grid: the ranks.
-        position: grid position of the owner.
+        parts: what each owner holds: one part with all rows, or a stack's experts in ascending ranges and positions.
         shape: global shape.
     """
 
     name: str
     grid: RankGrid
-    position: int
+    parts: tuple[Part, ...]
     shape: torch.Size
     version: int = 0  # grows whenever the weight changed: gathered copies compare it
     gradient_flag: bool | torch.Tensor = field(default=True, repr=False)
 
+    @cached_property
+    def part(self) -> Part | None:
+        """What this rank holds."""
+        return next((part for part in self.parts if part.position == self.grid.position), None)
+
     @property
     def is_local(self) -> bool:
-        """Whether this rank is the owner."""
-        return self.position == self.grid.position
+        """Whether this rank is an owner."""
+        return self.part is not None
+
+    @property
+    def rows(self) -> slice:
+        """This rank's rows along axis 0; none on a rank that is no owner."""
+        return slice(0, 0) if self.part is None else slice(self.part.start, self.part.stop)
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's local tensor: the whole, or no rows."""
-        return self.shape if self.is_local else torch.Size((0, *self.shape[1:]))
+        """Shape of this rank's local tensor."""
+        return torch.Size((self.rows.stop - self.rows.start, *self.shape[1:]))
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Ranks (in the whole job) that hold rows."""
+        return tuple(self.grid.global_rank(part.position) for part in self.parts)
+
+    @property
+    def place(self) -> str:
+        """Where the tensor is, for messages."""
+        return f"whole on rank {self.owners[0]}" if len(self.parts) == 1 else f"in parts on ranks {list(self.owners)}"
+
+    @cached_property
+    def placements(self) -> tuple[OwnedShard, ...]:
+        """Placements on the mesh that report where the rows really are, as this rank needs them."""
+        grid = self.grid
+        table = [[0] * grid.shard for _ in range(grid.replicate)]
+        for position, start, stop in self.parts:
+            replicate, shard = grid.split(position)
+            table[replicate][shard] = stop - start
+        within = OwnedShard(tuple(table[grid.replicate_index]))
+        return (within,) if grid.mesh.ndim == 1 else (OwnedShard(tuple(map(sum, table))), within)
 
 
 class OwnedShard(Shard):
-    """`Shard(0)` that tells whoever asks for the layout the truth: all rows at one coordinate of the mesh axis.
+    """`Shard(0)` that tells whoever asks for the layout the truth: how many rows each coordinate of the axis has.
 
     The spec keeps plain `Shard(0)`, for operators; checkpointing and state-dict broadcasting ask `placements`.
 
     Args:
-        owner: coordinate of the owner on the mesh axis.
+        rows: rows at every coordinate of the mesh axis, in order.
     """
 
-    def __init__(self, owner: int) -> None:
+    def __init__(self, rows: tuple[int, ...]) -> None:
         super().__init__(0)
-        self.owner = owner
+        self.rows = rows
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OwnedShard) and other.owner == self.owner
+        return isinstance(other, OwnedShard) and other.rows == self.rows
 
     def __hash__(self) -> int:
-        return hash((OwnedShard, self.owner))
+        return hash((OwnedShard, self.rows))
 
     def __repr__(self) -> str:
-        return f"OwnedShard(owner={self.owner})"
+        return f"OwnedShard(rows={self.rows})"
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
-        return (curr_local_size, 0) if rank == self.owner else (0, curr_local_size)
+        # Checkpointing tells pieces apart by offset: an empty one must not begin where another does.
+        return (self.rows[rank], sum(self.rows[:rank])) if self.rows[rank] else (0, curr_local_size)
 
 
 class OwnedDTensor(DTensor):
-    """A DTensor whose local tensor is whole on its owner and empty elsewhere. Made by `own`, never constructed.
+    """A DTensor that is whole on its owner and empty elsewhere, or whose owners each hold some experts of a stack.
+
+    Made by `own`, never constructed.
 
     Attributes:
         is_owned: always True; what optimizers ask.
@@ -95,21 +138,24 @@ class OwnedDTensor(DTensor):
     owner_layout: OwnerLayout
 
     @property
-    def owner(self) -> int:
-        """Rank (in the whole job) that holds the matrix."""
-        return self.owner_layout.grid.global_rank(self.owner_layout.position)
+    def owners(self) -> tuple[int, ...]:
+        """Ranks (in the whole job) that hold the matrix: one, or several with a range of experts each."""
+        return self.owner_layout.owners
 
     @property
     def is_local(self) -> bool:
-        """Whether this rank is the owner."""
+        """Whether this rank is an owner."""
         return self.owner_layout.is_local
+
+    @property
+    def rows(self) -> slice:
+        """Rows along axis 0 that this rank holds."""
+        return self.owner_layout.rows
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Placements that report where the rows really are (see `OwnedShard`)."""
-        layout = self.owner_layout
-        replicate, shard = layout.grid.split(layout.position)
-        return (OwnedShard(shard),) if layout.grid.mesh.ndim == 1 else (OwnedShard(replicate), OwnedShard(shard))
+        return self.owner_layout.placements
 
     @property
     def has_gradient(self) -> bool:
@@ -124,27 +170,27 @@ class OwnedDTensor(DTensor):
         return bool(flag.item() > 0) if isinstance(flag, torch.Tensor) else flag
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the whole matrix on every rank, without autograd. Collective over the mesh: one broadcast.
+        """Return the whole matrix on every rank, without autograd. Collective over the mesh: a broadcast per owner.
 
         Raises:
             NotImplementedError: `grad_placements` was given.
         """
         if grad_placements is not None:
             raise NotImplementedError(f"{self.owner_layout.name} has no differentiable full_tensor. {_ADVICE}")
-        from .standard import broadcast_from_owner  # a module level import would be circular
+        from .standard import broadcast_from_owners  # a module level import would be circular
 
         with torch.no_grad():
-            return broadcast_from_owner(self)
+            return broadcast_from_owners(self)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the spec promises even chunks that are not there."""
         raise RuntimeError(
-            f"{self.owner_layout.name} must not be redistributed: it lives whole on rank {self.owner}. "
+            f"{self.owner_layout.name} must not be redistributed: it lives {self.owner_layout.place}. "
             "Call hf_muon.distributed.to_standard(parameter) for an ordinary sharded DTensor."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedDTensor:
-        """Copy values; the copy has the same owner."""
+        """Copy values; the copy has the same owners."""
         if id(self) not in memo:
             with torch.no_grad():
                 copy = own(self.to_local().clone(), self.owner_layout)
@@ -156,15 +202,14 @@ class OwnedDTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: a pickle on one rank would not hold the matrix."""
         raise RuntimeError(
-            f"{self.owner_layout.name} must not be pickled: only rank {self.owner} holds it. "
+            f"{self.owner_layout.name} must not be pickled: it lives {self.owner_layout.place}. "
             "Save model.state_dict() or optimizer.state_dict(), or call full_tensor() on every rank first."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show where the matrix lives."""
-        return (
-            f"OwnedDTensor({self.owner_layout.name}, shape={tuple(self.owner_layout.shape)}, owner=rank {self.owner})"
-        )
+        layout = self.owner_layout
+        return f"OwnedDTensor({layout.name}, shape={tuple(layout.shape)}, {layout.place})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -198,7 +243,7 @@ class OwnedDTensor(DTensor):
 
 
 def own(local: torch.Tensor, layout: OwnerLayout) -> OwnedDTensor:
-    """Return `local` (whole on the owner, no rows elsewhere) as an owned tensor; shares its memory.
+    """Return `local` (this rank's rows: all, a range of experts, or none) as an owned tensor; shares its memory.
 
     Raises:
         ValueError: `local` has another shape than this rank must hold.
@@ -284,7 +329,7 @@ def _check_partners(name: str, args: Sequence[Any], owned: OwnedDTensor) -> None
     rows = zip(*lists, strict=False) if lists else [args]
     for row in rows:
         tensors = [item for item in row if isinstance(item, torch.Tensor) and item.numel() > 1]
-        layouts = {item.owner_layout.position if isinstance(item, OwnedDTensor) else -1 for item in tensors}
+        layouts = {item.owner_layout.parts if isinstance(item, OwnedDTensor) else None for item in tensors}
         if len(layouts) > 1:
             raise RuntimeError(
                 f"{owned.owner_layout.name} must not be combined in {name} with a tensor that has another owner or "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HSDP: replica peers of an owner hold a compute-dtype copy of its matrices, published once per optimizer step.
 
-A matrix has one owner in the whole (replicate, shard) grid. Within each other replica, the rank at the owner's shard
-index serves the shard-group broadcasts from its copy. The copy is sent along the replicate group after a step, lazily
-(at the next forward) and for all units at once, so that it hides behind the first layers.
+A matrix (or an expert of a stack) has one owner in the whole (replicate, shard) grid. Within each other replica, the
+rank at the owner's shard index serves the shard-group broadcasts from its copy. The copy is sent along the replicate
+group after a step, lazily (at the next forward) and for all units at once, so that it hides behind the first layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .streams import Pending
 
 
 class ReplicaCopies:
-    """Copies of the segments of one bucket that other replicas own, for the bucket of this rank's shard index.
+    """Copies of the segments of one bucket that other replicas own, for a bucket of this rank's shard index.
 
     Args:
         what: unit name, for messages.

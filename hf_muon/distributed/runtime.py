@@ -258,7 +258,7 @@ class DMuonRuntime:
     def parameters(self) -> list[OwnedDTensor]:
         """Every owned parameter, in plan order."""
         by_name = {m.parameter.owner_layout.name: m.parameter for unit in self.units for m in unit.matrices}
-        return [by_name[matrix.name] for matrix in self.plan.matrices]
+        return [by_name[name] for name in dict.fromkeys(matrix.name for matrix in self.plan.matrices)]
 
     @property
     def num_gathered_bytes(self) -> int:

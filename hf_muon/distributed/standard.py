@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .owned import OwnedDTensor, OwnerLayout, own, own_parameter
+from .owned import OwnedDTensor, OwnerLayout, Part, own, own_parameter
 
 
 def standard_placements(layout: OwnerLayout) -> tuple[Placement, ...]:
@@ -23,17 +23,18 @@ def standard_placements(layout: OwnerLayout) -> tuple[Placement, ...]:
 
 
 @torch.no_grad()
-def broadcast_from_owner(tensor: OwnedDTensor) -> torch.Tensor:
-    """Return the whole matrix on every rank (a fresh tensor). One broadcast per mesh axis."""
+def broadcast_from_owners(tensor: OwnedDTensor) -> torch.Tensor:
+    """Return the whole matrix on every rank (a fresh tensor). One broadcast per owner and mesh axis."""
     layout, grid = tensor.owner_layout, tensor.owner_layout.grid
     local = tensor.to_local()
-    whole = local.clone() if layout.is_local else local.new_empty(layout.shape)
-    whole = whole.contiguous()
-    replicate, shard = grid.split(layout.position)
-    if grid.replicate_index == replicate and grid.shard > 1:
-        dist.broadcast(whole, group=grid.shard_group, group_src=shard)
-    if grid.replicate_group is not None and grid.replicate > 1:
-        dist.broadcast(whole, group=grid.replicate_group, group_src=replicate)
+    whole = local.new_empty(layout.shape)
+    whole[layout.rows] = local
+    for position, start, stop in layout.parts:
+        replicate, shard = grid.split(position)
+        if grid.replicate_index == replicate and grid.shard > 1:
+            dist.broadcast(whole[start:stop], group=grid.shard_group, group_src=shard)
+        if grid.replicate_group is not None and grid.replicate > 1:
+            dist.broadcast(whole[start:stop], group=grid.replicate_group, group_src=replicate)
     return whole
 
 
@@ -41,25 +42,32 @@ def broadcast_from_owner(tensor: OwnedDTensor) -> torch.Tensor:
 def to_standard(tensor: OwnedDTensor) -> DTensor:
     """Return the values as the DTensor that FSDP2 would hold: even row chunks, replicated over replicas.
 
-    The owner scatters its rows; every other rank receives only its chunk. The result shares no memory with `tensor`
-    and keeps its dtype; a Parameter gives a plain DTensor.
+    Each owner scatters its rows; every other rank receives only what lies in its chunk. The result shares no memory
+    with `tensor` and keeps its dtype; a Parameter gives a plain DTensor.
     """
     layout, grid = tensor.owner_layout, tensor.owner_layout.grid
-    replicate, shard = grid.split(layout.position)
-    chunk = _chunk_rows(layout)
     local = tensor.to_local()
-    mine = local.new_zeros((chunk, *layout.shape[1:]))
-    if grid.replicate_index == replicate:
-        parts = _padded_chunks(local, chunk, grid.shard) if layout.is_local else None
-        if grid.shard == 1:
-            mine.copy_(parts[0])  # type: ignore[index]
-        else:
-            dist.scatter(mine, parts, group=grid.shard_group, group_src=shard)
-    if grid.replicate_group is not None and grid.replicate > 1:
-        dist.broadcast(mine, group=grid.replicate_group, group_src=replicate)
-    rows = _rows_of(layout, grid.shard_index)
+    begin, end = _even_chunk(layout, grid.shard_index)
+    mine = local.new_zeros((end - begin, *layout.shape[1:]))
+    for part in layout.parts:
+        replicate, shard = grid.split(part.position)
+        spans, width = _spans(layout, part)
+        received = local.new_zeros((width, *layout.shape[1:]))
+        if grid.replicate_index == replicate:
+            rows = None
+            if part == layout.part:
+                rows = [_padded(local[first - part.start : last - part.start], width) for first, last in spans]
+            if grid.shard == 1:
+                received.copy_(rows[0])  # type: ignore[index]
+            else:
+                dist.scatter(received, rows, group=grid.shard_group, group_src=shard)
+        if grid.replicate_group is not None and grid.replicate > 1:
+            dist.broadcast(received, group=grid.replicate_group, group_src=replicate)
+        first, last = spans[grid.shard_index]
+        if last > first:
+            mine[first - begin : last - begin] = received[: last - first]
     return DTensor.from_local(
-        mine[:rows].clone() if rows < chunk else mine,
+        mine,
         grid.mesh,
         standard_placements(layout),
         run_check=False,
@@ -70,50 +78,53 @@ def to_standard(tensor: OwnedDTensor) -> DTensor:
 
 @torch.no_grad()
 def from_standard(tensor: OwnedDTensor, value: torch.Tensor) -> None:
-    """Bring `value` to the owner of `tensor`, in place, cast to its dtype.
+    """Bring `value` to the owners of `tensor`, in place, cast to its dtype.
 
     Args:
         tensor: an owned parameter, gradient or state.
-        value: an ordinary DTensor on the same mesh (even chunks: gathered to the owner alone; any other placement:
-            gathered everywhere first), or a whole plain tensor. A plain tensor is read on the owner only and needs
+        value: an ordinary DTensor on the same mesh (even chunks: gathered to the owners alone; any other placement:
+            gathered everywhere first), or a whole plain tensor. A plain tensor is read on the owners only and needs
             no communication; other ranks may pass anything.
 
     Raises:
         ValueError: another global shape.
     """
     layout = tensor.owner_layout
+    mine: torch.Tensor | None = None  # this rank's rows
     if isinstance(value, OwnedDTensor):
-        if value.owner_layout.position != layout.position:
-            raise ValueError(f"{layout.name} must be loaded from its own owner; got a tensor of rank {value.owner}.")
-        whole: torch.Tensor | None = value.to_local()
+        if value.owner_layout.parts != layout.parts:
+            raise ValueError(
+                f"{layout.name} must be loaded from its own owner; got a tensor that lives {value.owner_layout.place}."
+            )
+        mine = value.to_local()
     elif isinstance(value, DTensor):
         _check_shape(layout, value)
         even = value.device_mesh == layout.grid.mesh and tuple(value.placements) == standard_placements(layout)
-        whole = _gather_to_owner(layout, value.to_local()) if even else value.full_tensor()
-    else:
-        whole = value
+        mine = _gather_to_owners(layout, value.to_local()) if even else value.full_tensor()[layout.rows]
+    elif layout.is_local:
+        _check_shape(layout, value)
+        mine = value[layout.rows]
     if layout.is_local:
-        if whole is None or whole.shape != layout.shape:
-            _check_shape(layout, whole)
-        tensor.to_local().copy_(whole)  # type: ignore[arg-type]
+        tensor.to_local().copy_(mine)  # type: ignore[arg-type]
     layout.version += 1
 
 
 @torch.no_grad()
 def from_rank_zero(tensor: OwnedDTensor, value: torch.Tensor | None) -> None:
-    """Bring a whole tensor that only grid position 0 has to the owner of `tensor` (point to point)."""
+    """Bring a whole tensor that only grid position 0 has to the owners of `tensor` (point to point)."""
     layout, grid = tensor.owner_layout, tensor.owner_layout.grid
-    source, target = grid.global_rank(0), grid.global_rank(layout.position)
-    if source == target:
-        if layout.is_local:
-            tensor.to_local().copy_(value)  # type: ignore[arg-type]
-    elif grid.position == 0:
-        dtype = tensor.dtype
-        dist.send(value.detach().to(device=tensor.to_local().device, dtype=dtype).contiguous(), target)  # type: ignore[union-attr]
-    elif layout.is_local:
-        whole = torch.empty(layout.shape, dtype=tensor.dtype, device=tensor.to_local().device)
-        dist.recv(whole, source)
-        tensor.to_local().copy_(whole)
+    local = tensor.to_local()
+    for position, start, stop in layout.parts:
+        if grid.position == 0:
+            rows = value[start:stop].detach().to(device=local.device, dtype=tensor.dtype)  # type: ignore[index]
+            if position == 0:
+                local.copy_(rows)
+            else:
+                dist.send(rows.contiguous(), grid.global_rank(position))
+        elif grid.position == position:
+            rows = torch.empty(layout.local_shape, dtype=tensor.dtype, device=local.device)
+            dist.recv(rows, grid.global_rank(0))
+            local.copy_(rows)
     layout.version += 1
 
 
@@ -124,35 +135,47 @@ def owned_like(parameter: OwnedDTensor, local: torch.Tensor | None = None) -> Ow
     return own(local, parameter.owner_layout)
 
 
-def _chunk_rows(layout: OwnerLayout) -> int:
-    return -(-layout.shape[0] // layout.grid.shard)
+def _even_chunk(layout: OwnerLayout, shard_index: int) -> tuple[int, int]:
+    """Return first row and end of a rank's chunk in FSDP2's layout."""
+    count = layout.shape[0]
+    chunk = -(-count // layout.grid.shard)
+    return min(shard_index * chunk, count), min((shard_index + 1) * chunk, count)
 
 
-def _rows_of(layout: OwnerLayout, shard_index: int) -> int:
-    chunk = _chunk_rows(layout)
-    return max(0, min(chunk, layout.shape[0] - shard_index * chunk))
+def _spans(layout: OwnerLayout, part: Part) -> tuple[list[tuple[int, int]], int]:
+    """Return which rows of `part` lie in each rank's even chunk, and the most of one: collectives need equal sizes."""
+    spans = []
+    for shard_index in range(layout.grid.shard):
+        first, last = (min(max(row, part.start), part.stop) for row in _even_chunk(layout, shard_index))
+        spans.append((first, last))
+    return spans, max(last - first for first, last in spans)
 
 
-def _padded_chunks(whole: torch.Tensor, chunk: int, count: int) -> list[torch.Tensor]:
-    padded = whole.new_zeros((chunk * count, *whole.shape[1:]))
-    padded[: whole.shape[0]] = whole
-    return list(padded.chunk(count)) if chunk else [padded.clone() for _ in range(count)]
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    padded = rows.new_zeros((count, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    return padded
 
 
-def _gather_to_owner(layout: OwnerLayout, local: torch.Tensor) -> torch.Tensor | None:
-    grid = layout.grid
-    replicate, shard = grid.split(layout.position)
-    if grid.replicate_index != replicate:
-        return None
-    chunk = _chunk_rows(layout)
-    mine = local.new_zeros((chunk, *layout.shape[1:]))
-    mine[: local.shape[0]] = local
-    parts = [torch.empty_like(mine) for _ in range(grid.shard)] if layout.is_local else None
-    if grid.shard == 1:
-        parts = [mine]
-    else:
-        dist.gather(mine, parts, group=grid.shard_group, group_dst=shard)
-    return torch.cat(parts)[: layout.shape[0]] if parts is not None else None
+def _gather_to_owners(layout: OwnerLayout, local: torch.Tensor) -> torch.Tensor | None:
+    """Return the rows that this rank owns (None: none) from everybody's even chunks."""
+    grid, found = layout.grid, None
+    begin, _ = _even_chunk(layout, grid.shard_index)
+    for part in layout.parts:
+        replicate, shard = grid.split(part.position)
+        if grid.replicate_index != replicate:
+            continue
+        spans, width = _spans(layout, part)
+        first, last = spans[grid.shard_index]
+        mine = _padded(local[first - begin : last - begin] if last > first else local[:0], width)
+        rows = [torch.empty_like(mine) for _ in spans] if part == layout.part else None
+        if grid.shard == 1:
+            rows = [mine]
+        else:
+            dist.gather(mine, rows, group=grid.shard_group, group_dst=shard)
+        if rows is not None:
+            found = torch.cat([row[: last - first] for row, (first, last) in zip(rows, spans, strict=True)])
+    return found
 
 
 def _check_shape(layout: OwnerLayout, value: Any) -> None:
@@ -165,7 +188,7 @@ def _check_shape(layout: OwnerLayout, value: Any) -> None:
 
 
 __all__ = [
-    "broadcast_from_owner",
+    "broadcast_from_owners",
     "from_rank_zero",
     "from_standard",
     "own_parameter",

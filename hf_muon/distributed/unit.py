@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from .._compat import foreach_copy_
-from .buckets import BucketLayout, Slot, build_buckets
+from .buckets import BucketLayout, Piece, Slot, build_buckets
 from .collectives import Communicator
 from .owned import OwnedDTensor, own
 from .replicate import ReplicaCopies, reduce_to_owners
@@ -72,25 +73,28 @@ class Unit:
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.reshard_after_forward = reshard_after_forward
         grid = comm.grid
-        owners = [grid.split(m.parameter.owner_layout.position) for m in matrices]
-        self.buckets = build_buckets([tuple(m.parameter.owner_layout.shape) for m in matrices], owners)
-        self._flats: list[torch.Tensor] = []
-        for bucket in self.buckets:
-            flat = torch.empty(bucket.numel, dtype=param_dtype, device=comm.device)
-            for slot in bucket.slots:
-                matrix = matrices[slot.index]
-                view = flat[slot.offset : slot.end].view(slot.shape)
-                matrix.view = nn.Parameter(view, requires_grad=matrix.parameter.requires_grad)
-            flat.untyped_storage().resize_(0)
-            self._flats.append(flat)
-        self.replicas = next(
-            (
-                ReplicaCopies(self.label, bucket, param_dtype, comm)
-                for bucket in self.buckets
-                if grid.replicate > 1 and bucket.shard_index == grid.shard_index
-            ),
-            None,
+        self.buckets = build_buckets(
+            [
+                Piece(index, part.start, (part.stop - part.start, *layout.shape[1:]), *grid.split(part.position))
+                for index, layout in enumerate(matrix.parameter.owner_layout for matrix in matrices)
+                for part in layout.parts
+            ]
         )
+        numel = sum(bucket.numel for bucket in self.buckets)
+        self._flat = torch.empty(numel, dtype=param_dtype, device=comm.device)
+        for bucket, slot in self._slots():
+            if slot.start == 0:  # the other pieces of a stack follow
+                matrix = matrices[slot.index]
+                shape = matrix.parameter.owner_layout.shape
+                start = bucket.offset + slot.offset
+                view = self._flat[start : start + shape.numel()].view(shape)
+                matrix.view = nn.Parameter(view, requires_grad=matrix.parameter.requires_grad)
+        self._flat.untyped_storage().resize_(0)
+        self.replicas = {
+            bucket.offset: ReplicaCopies(self.label, bucket, param_dtype, comm)
+            for bucket in self.buckets
+            if grid.replicate > 1 and bucket.shard_index == grid.shard_index
+        }
         self._gather: Pending | None = None
         self._filled_version: int | None = None  # None: no storage
         self._reductions: list[tuple[BucketLayout, torch.Tensor]] = []
@@ -117,7 +121,7 @@ class Unit:
     @property
     def num_gathered_bytes(self) -> int:
         """Bytes of gathered copies allocated now."""
-        return sum(flat.untyped_storage().nbytes() for flat in self._flats)
+        return self._flat.untyped_storage().nbytes()
 
     @property
     def packed_gradients(self) -> list[torch.Tensor]:
@@ -135,12 +139,12 @@ class Unit:
         self.finish_gather()
         self.publish()
         grid = self._comm.grid
+        if not self.is_resident:
+            self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
         sends = []
-        for bucket, flat in zip(self.buckets, self._flats, strict=True):
-            if not self.is_resident:
-                flat.untyped_storage().resize_(bucket.numel * flat.element_size())
+        for bucket in self.buckets:
             # `.data` has a version counter of its own: autograd's saved views stay valid when the buffer is refilled.
-            data = flat.data
+            data = self._flat.data[bucket.offset : bucket.offset + bucket.numel]
             if bucket.shard_index == grid.shard_index:
                 with self._comm.stream.issue():
                     self._fill(bucket, data)
@@ -156,16 +160,15 @@ class Unit:
 
     def publish(self) -> None:
         """HSDP: start sending new weights to the replica peers. Collective in the replicate group."""
-        if self.replicas is not None:
-            self.replicas.publish(self.version, self._fill_slot)
+        for copies in self.replicas.values():
+            copies.publish(self.version, self._fill_slot)
 
     def free(self) -> None:
         """Give the memory of the gathered copies back; the views stay and are valid again after the next gather."""
         if not self.is_resident:
             return
         self.finish_gather()
-        for flat in self._flats:
-            flat.untyped_storage().resize_(0)
+        self._flat.untyped_storage().resize_(0)
         self._filled_version = None
 
     def install(self) -> None:
@@ -186,16 +189,19 @@ class Unit:
                     setattr(module, attribute, matrix.parameter)
             self._installed = False
 
+    def _slots(self) -> Iterator[tuple[BucketLayout, Slot]]:
+        return ((bucket, slot) for bucket in self.buckets for slot in bucket.slots)
+
     def _fill(self, bucket: BucketLayout, data: torch.Tensor) -> None:
         targets, sources = [], []
-        for slot in bucket.slots:
-            parameter = self.matrices[slot.index].parameter
-            if parameter.owner_layout.is_local:
-                targets.append(data[slot.offset : slot.end].view(slot.shape))
-                sources.append(parameter.to_local())
+        for segment in bucket.segments:
+            if segment.replicate_index == self._comm.grid.replicate_index:
+                for slot in segment.slots:
+                    targets.append(data[slot.offset : slot.end].view(slot.shape))
+                    sources.append(self.matrices[slot.index].parameter.to_local())
         foreach_copy_(targets, sources)
-        if self.replicas is not None:
-            self.replicas.copy_into(data)
+        if bucket.offset in self.replicas:
+            self.replicas[bucket.offset].copy_into(data)
 
     def _fill_slot(self, target: torch.Tensor, slot: Slot) -> None:
         target.view(slot.shape).copy_(self.matrices[slot.index].parameter.to_local())
@@ -212,25 +218,31 @@ class Unit:
 
     @torch.no_grad()
     def start_reduce(self) -> None:
-        """Pack this rank's gradients per owner and start the reductions. Collective.
+        """Pack this rank's gradients per bucket and start the reductions. Collective.
 
-        A matrix without a gradient on this rank contributes zeros; one element per matrix behind the gradients counts
+        A matrix without a gradient on this rank contributes zeros; one element per slot behind the gradients counts
         the ranks that had one.
         """
         self.finish_reduce()
+        taken: dict[int, torch.Tensor | None] = {}  # a stack's gradient is needed until its last piece is packed
         for bucket in self.buckets:
             slots = bucket.slots
             packed = torch.empty(bucket.numel + len(slots), dtype=self.reduce_dtype, device=self._comm.device)
             flags, targets, sources = [], [], []
             for slot in slots:
-                gradient = self.matrices[slot.index].take_gradient(self.reduce_dtype)
+                matrix = self.matrices[slot.index]
+                if slot.start == 0:
+                    taken[slot.index] = matrix.take_gradient(self.reduce_dtype)
+                gradient = taken[slot.index]
+                if slot.rows.stop == matrix.parameter.shape[0]:
+                    del taken[slot.index]
                 place = packed[slot.offset : slot.end].view(slot.shape)
                 if gradient is None:
                     place.zero_()
                 else:
                     self.local_flags[slot.index] = True
                     targets.append(place)
-                    sources.append(gradient)
+                    sources.append(gradient[slot.rows])
                 flags.append(self.local_flags[slot.index])
             foreach_copy_(targets, sources)
             if self.reduce_dtype == torch.float16:

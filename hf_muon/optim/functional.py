@@ -157,12 +157,13 @@ def _batches(entries: Iterable[MuonEntry], limit: int) -> Iterator[list[MuonEntr
     """Yield entries with equal matrix shapes next to each other, as many per batch as `limit` bytes allow."""
     by_shape: dict[Any, list[MuonEntry]] = {}
     for entry in entries:
-        if entry.param.numel() == 0 or (not needs_gather(entry.param) and local_tensor(entry.param).numel() == 0):
+        held = entry.param if needs_gather(entry.param) else local_tensor(entry.param)
+        if held.numel() == 0:
             continue
-        key = (entry.param.device, _matrix_shapes(entry.view, tuple(entry.param.shape)))
+        key = (entry.param.device, held.numel(), _matrix_shapes(entry.view, tuple(held.shape)))
         by_shape.setdefault(key, []).append(entry)
-    for group in by_shape.values():
-        per_batch = max(1, limit // max(1, group[0].param.numel() * 4))
+    for (_, numel, _), group in by_shape.items():
+        per_batch = max(1, limit // (4 * numel))
         for start in range(0, len(group), per_batch):
             yield group[start : start + per_batch]
 
@@ -220,7 +221,9 @@ def _apply_(
     """Decay the parameter and move it along the orthogonalized matrices."""
     for matrix in orthogonal:  # scaled before they are put together: a part moves as it would on its own, to the bit
         matrix.mul_(adjust_scale(options.adjust_lr_fn, matrix.shape[-2], matrix.shape[-1]))
-    direction = local_part(entry.view.assemble(orthogonal, like=update), entry.param)
+    direction = entry.view.assemble(orthogonal, like=update)
+    if needs_gather(entry.param):
+        direction = local_part(direction, entry.param)
     alpha, decay = -options.lr, 1.0 - options.lr * options.weight_decay
     target = local_tensor(entry.param)
     weight = target if target.dtype == direction.dtype else target.to(direction.dtype)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place that knows how a parameter is stored: plain tensor, sharded DTensor, or owned DTensor.
 
-An owned DTensor (`is_owned` is true on its class) holds the whole matrix on its owner rank and no rows elsewhere,
-so its local tensor is all that Muon needs. A sharded DTensor has to be gathered before orthogonalizing.
+An owned DTensor (`is_owned` is true on its class) holds whole matrices on its owner rank and no rows elsewhere, or a
+range of a stack's experts on each of several owners (`rows`), so its local tensor is all that Muon needs. A sharded
+DTensor has to be gathered before orthogonalizing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def is_owned(tensor: Tensor) -> bool:
-    """Return whether one rank holds `tensor` whole and the others hold none of it."""
+    """Return whether every matrix of `tensor` lives whole on one rank."""
     return bool(getattr(tensor, "is_owned", False)) and is_dtensor(tensor)
 
 
@@ -64,13 +65,13 @@ def local_part(whole: Tensor, param: Tensor) -> Tensor:
     """Return the part of `whole` that this rank stores under the layout of `param`; no communication.
 
     Args:
-        whole: the full tensor, equal on all ranks (or, for an owned parameter, meaningful on its owner).
+        whole: the full tensor, equal on all ranks (or, for an owned parameter, meaningful on its owners).
         param: the parameter whose layout decides.
     """
     if not is_dtensor(param):
         return whole
     if is_owned(param):
-        return whole if local_tensor(param).numel() else whole[:0]
+        return whole[cast(Any, param).rows]
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     sharded = cast(DTensor, param)

@@ -50,28 +50,17 @@ class Census:
                 totals[parameter.unit] += parameter.row.count
         return list(totals.values())
 
-    def matrices(self, *, split_stacks: bool = False) -> list[Matrix]:
-        """Return what the runtime gives owners to, in its order.
-
-        Args:
-            split_stacks: every matrix of a stack of experts for itself, which the runtime does not do.
-        """
-        found = []
-        for parameter in self.parameters:
-            row = parameter.row
-            if not row.is_muon:
-                continue
-            if split_stacks and len(row.shape) == 3:
-                names, shape = [f"{row.name}[{k}]" for k in range(row.shape[0])], row.shape[1:]
-                one = Matrix.of_parameter(row.name, (1, *shape), parameter.unit, view=row.view)
-                found += [Matrix(name, shape, one.unit, one.cost) for name in names]
-            else:
-                found.append(Matrix.of_parameter(row.name, row.shape, parameter.unit, view=row.view))
-        return found
+    def matrices(self) -> list[Matrix]:
+        """Return what the runtime gives owners to, in its order; stacks of experts are one entry each."""
+        return [
+            Matrix.of_parameter(parameter.row.name, parameter.row.shape, parameter.unit, view=parameter.row.view)
+            for parameter in self.parameters
+            if parameter.row.is_muon
+        ]
 
     def owners(self, *, shard: int, replicate: int = 1) -> OwnershipPlan:
         """Return the ownership plan that `dedicate_params` would make on this grid."""
-        return build_plan(self.matrices(), replicate=replicate, shard=shard)
+        return build_plan(self.matrices(), replicate=replicate, shard=shard, split_stacks=True)
 
 
 def take_census(

@@ -169,7 +169,7 @@ class _Sizes:
 def _step_bytes(census: Census, owners: OwnershipPlan, has_owners: bool) -> float:
     """Return the temporaries of the largest batch of equal matrices that the rank's Muon step works on."""
     fused = {p.row.name for p in census.parameters if p.row.view.parts}
-    matrices = owners.matrices_of(busiest_rank(owners)) if has_owners else owners.matrices
+    matrices = owners.matrices_of(busiest_rank(owners)) if has_owners else census.matrices()
     batches = Counter((matrix.shape, matrix.name in fused) for matrix in matrices)
     largest = 0
     for (shape, is_fused), count in batches.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..distributed.ownership import OwnershipPlan, build_plan
+from ..distributed.ownership import OwnershipPlan
 from .activations import ActivationBytes, estimate_activations
 from .advice import GIB, Recommendation, recommend
 from .census import Census, take_census
@@ -103,14 +103,10 @@ class Plan:
         muon, rest = self.census.muon_elements, self.census.adamw_elements
         adam = zero_table(rest, self.world_size)
         momentum = zero_table(muon, self.world_size, MUON_STATE_BYTES)
-        split = self.ownership
-        if any(len(matrix.shape) == 3 for matrix in split.matrices):
-            pieces = self.census.matrices(split_stacks=True)
-            split = build_plan(pieces, replicate=self.replicate, shard=self.shard)
         return {
             "all_adamw_state_bytes_per_rank": STEADY_BYTES["adamw"] * (muon + rest) / self.shard,
             "imbalance_lower_bound": self.ownership.imbalance_bound,
-            "imbalance_if_stacks_were_split": split.imbalance,
+            "split_stacks": self.ownership.split_stacks,
             "idle_ranks": len(self.ownership.idle_ranks),
             "zero_muon": {stage: adam[stage] + momentum[stage] for stage in adam},
             "batch": None

@@ -181,7 +181,7 @@ class _FakeRun:
     @property
     def owned_views(self) -> list[tuple[tuple[int, ...], MatrixView]]:
         """Shape and view of every matrix that this rank updates."""
-        return [(tuple(p.shape), getattr(p, "muon_view", MatrixView())) for p in self.owned]
+        return [(tuple(p.to_local().shape), getattr(p, "muon_view", MatrixView())) for p in self.owned]
 
 
 def step_temporaries(owned: Sequence[tuple[tuple[int, ...], MatrixView]]) -> int:

@@ -56,10 +56,16 @@ def test_layout_questions_reach_the_owned_placement():
     """DCP and state-dict broadcasting compute a rank's part through this method of the placement."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-    for coordinate, shape in (([0], (0, 3)), ([1], (7, 3))):
-        local, _ = _compute_local_shape_and_global_offset((7, 3), (2,), coordinate, [OwnedShard(1)])
-        assert tuple(local) == shape
-    assert OwnedShard(1) != Shard(0) and OwnedShard(1) == OwnedShard(1) and OwnedShard(1) != OwnedShard(0)
+    def layout(mesh, coordinate, *rows):
+        placements = [OwnedShard(table) for table in rows]
+        local, offset = _compute_local_shape_and_global_offset((7, 3), mesh, coordinate, placements)
+        return tuple(local), offset[0]
+
+    assert layout((2,), [0], (0, 7))[0] == (0, 3) and layout((2,), [1], (0, 7)) == ((7, 3), 0)
+    parts = [layout((3,), [rank], (2, 0, 5)) for rank in range(3)]
+    assert parts == [((2, 3), 0), ((0, 3), 7), ((5, 3), 2)]
+    assert layout((2, 2), [1, 1], (3, 4), (1, 3)) == ((3, 3), 4)
+    assert OwnedShard((0, 7)) != Shard(0) and OwnedShard((0, 7)) == OwnedShard((0, 7)) != OwnedShard((7, 0))
 
 
 def test_without_dynamo_keeps_compile_out():

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from hf_muon.distributed import dedicate_params
+from hf_muon.param_groups import MatrixView
 
 VOCAB, HIDDEN, INTER = 131, 60, 77  # divisible by no rank count above 2; INTER by none
 
@@ -37,6 +38,29 @@ class Block(nn.Module):
         h = self.norm(x)
         h = self.down(torch.tanh(self.gate(h)) * self.up(h))
         return x + h + self.widen(self.few_rows(x))
+
+
+class MoeBlock(nn.Module):
+    """Experts in 3-D parameters, mixed by a softmax, as Mixtral (fused gate and up) and GPT-OSS (in, out) store them.
+
+    The two stacks differ in number, so that both an odd one and one of fewer experts than ranks can be split.
+    """
+
+    def __init__(self, first=5, second=3):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.router = nn.Linear(HIDDEN, first, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(first, 34, HIDDEN) / 8)
+        self.down = nn.Parameter(torch.randn(second, 17, HIDDEN) / 8)
+        self.gate_up.muon_view = MatrixView(parts=(17, 17))
+        self.down.muon_view = MatrixView(transposed=True)
+
+    def forward(self, x):
+        h = self.norm(x)
+        weight = torch.softmax(self.router(h), -1)
+        gate, up = torch.einsum("bth,eih->beti", h, self.gate_up).chunk(2, -1)
+        mixed = torch.einsum("beti,bte->bti", torch.tanh(gate) * up, weight)
+        return x + torch.einsum("bti,eih->bth", mixed, torch.tanh(self.down))
 
 
 class TinyModel(nn.Module):

@@ -31,22 +31,22 @@ from tests.support.worker_pool import run_on_ranks
 MESHES = [(2, (2,)), (4, (4,)), (4, (2, 2))]
 
 
-def owned_and_whole(seed, mesh_shape):
-    reference = models.make_model(seed)
-    net = models.shard(models.make_model(seed), mesh_shape=mesh_shape)
+def owned_and_whole(seed, mesh_shape, **model):
+    reference = models.make_model(seed, **model)
+    net = models.shard(models.make_model(seed, **model), mesh_shape=mesh_shape)
     whole = dict(reference.named_parameters())
     return net, [(p, whole[p.owner_layout.name].detach()) for p in runtime_of(net).parameters]
 
 
-def read_everywhere(seed, mesh_shape):
-    net, pairs = owned_and_whole(seed, mesh_shape)
+def read_everywhere(seed, mesh_shape, **model):
+    net, pairs = owned_and_whole(seed, mesh_shape, **model)
     for p, whole in pairs:
         assert is_owned(p) and p.is_owned and isinstance(p, nn.Parameter) and isinstance(p, DTensor)
         assert p.shape == whole.shape and p.numel() == whole.numel() and p.stride() == whole.stride()
         assert torch.equal(p.full_tensor(), whole)
         assert not p.full_tensor().requires_grad
-        assert p.is_local == (p.owner == dist.get_rank())
-        assert p.to_local().shape == (whole.shape if p.is_local else (0, *whole.shape[1:]))
+        assert p.is_local == (dist.get_rank() in p.owners)
+        assert p.to_local().shape == (whole[p.rows].shape if p.is_local else (0, *whole.shape[1:]))
         standard = to_standard(p)
         assert type(standard) is DTensor
         expected = (Shard(0),) if len(mesh_shape) == 1 else (Replicate(), Shard(0))
@@ -58,8 +58,8 @@ def read_everywhere(seed, mesh_shape):
         assert str(p).startswith(f"OwnedDTensor({p.owner_layout.name}, shape=")
 
 
-def write_back(seed, mesh_shape):
-    net, pairs = owned_and_whole(seed, mesh_shape)
+def write_back(seed, mesh_shape, **model):
+    net, pairs = owned_and_whole(seed, mesh_shape, **model)
     mesh = runtime_of(net).comm.grid.mesh
     placements = (Shard(0),) if len(mesh_shape) == 1 else (Replicate(), Shard(0))
     odd = (Replicate(),) * len(mesh_shape)
@@ -77,7 +77,7 @@ def write_back(seed, mesh_shape):
         from_standard(state, to_standard(p))
         assert torch.equal(state.full_tensor(), whole * 4)
         with pytest.raises(ValueError, match="must have the shape"):
-            from_standard(p, distribute_tensor(torch.zeros(whole.shape[0] + 1, whole.shape[1]), mesh, placements))
+            from_standard(p, distribute_tensor(torch.zeros(whole.shape[0] + 1, *whole.shape[1:]), mesh, placements))
 
 
 @pytest.mark.parametrize(("world", "mesh_shape"), MESHES)
@@ -108,7 +108,7 @@ def guard(seed):
         assert p.norm().full_tensor().item() == pytest.approx(whole.norm().item(), rel=1e-6)
         assert p.sum().full_tensor().item() == pytest.approx(whole.sum().item(), rel=1e-4, abs=1e-3)
     clone = copy.deepcopy(p)
-    assert isinstance(clone, nn.Parameter) and clone.requires_grad and clone.owner == p.owner
+    assert isinstance(clone, nn.Parameter) and clone.requires_grad and clone.owners == p.owners
     wrong = {
         "matmul": lambda: p @ torch.ones(p.shape[1], 2),
         "linear": lambda: torch.nn.functional.linear(torch.ones(1, p.shape[1]), p),
@@ -125,12 +125,12 @@ def guard(seed):
         with pytest.raises(RuntimeError, match=rf"{name} must not be (used|combined) in .*full_tensor\(\)"):
             action()
             print(case, "did not raise")
-    other = next(q for q, w in pairs if q.owner != p.owner and w.shape == whole.shape)
+    other = next(q for q, w in pairs if q.owners != p.owners and w.shape == whole.shape)
     with pytest.raises(RuntimeError, match="must not be combined in"):
         p + other
     with pytest.raises(RuntimeError, match=rf"{name} must not be redistributed: it lives whole on rank \d. Call"):
         p.redistribute(p.device_mesh, [Replicate()])
-    with pytest.raises(RuntimeError, match=rf"{name} must not be pickled: only rank \d holds it"):
+    with pytest.raises(RuntimeError, match=rf"{name} must not be pickled: it lives whole on rank \d"):
         torch.save(p, io.BytesIO())
     with pytest.raises(NotImplementedError, match=f"{name} has no differentiable full_tensor"):
         p.full_tensor(grad_placements=[Replicate()])
@@ -164,10 +164,10 @@ def test_torch_optimizers_work_on_owned_parameters(seed, options):
     run_on_ranks(2, other_optimizers, seed, options)
 
 
-def clip(seed, mesh_shape, max_norm):
-    net = models.shard(models.make_model(seed), mesh_shape=mesh_shape)
+def clip(seed, mesh_shape, max_norm, **model):
+    net = models.shard(models.make_model(seed, **model), mesh_shape=mesh_shape)
     models.loss_of(net, models.batch(seed, 0, 0)).backward()
-    single = models.make_model(seed)
+    single = models.make_model(seed, **model)
     models.loss_of(single, models.batch(seed, 0, 0)).backward()
     expected = torch.nn.utils.clip_grad_norm_(single.parameters(), max_norm)
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
@@ -184,9 +184,9 @@ def test_case_20_the_clipping_norm_is_joint(seed, world, mesh_shape):
         assert gradient_gap <= 5e-6
 
 
-def raw_dcp(seed, mesh_shape, folder):
+def raw_dcp(seed, mesh_shape, folder, **model):
     """Even a raw owned tensor is described truly to DCP: whoever forgets the door still gets whole matrices."""
-    _, pairs = owned_and_whole(seed, mesh_shape)
+    _, pairs = owned_and_whole(seed, mesh_shape, **model)
     state = {p.owner_layout.name: p.detach() for p, _ in pairs}
     dcp.save(state, checkpoint_id=folder)
     with torch.no_grad():
@@ -207,14 +207,14 @@ def test_distributed_checkpoint_reads_the_true_layout(seed, world, mesh_shape):
         run_on_ranks(world, raw_dcp, seed, mesh_shape, folder)
 
 
-def ram_efficient(seed, master):
+def ram_efficient(seed, master, **model):
     """Only rank 0 has weights, the others are on meta; owners get theirs from rank 0."""
-    whole = dict(models.make_model(seed).named_parameters())
+    whole = dict(models.make_model(seed, **model).named_parameters())
     if dist.get_rank() == 0:
-        net = models.make_model(seed).to(torch.bfloat16 if master else torch.float32)
+        net = models.make_model(seed, **model).to(torch.bfloat16 if master else torch.float32)
     else:
         with torch.device("meta"):
-            net = models.make_model(seed).to(torch.bfloat16 if master else torch.float32)
+            net = models.make_model(seed, **model).to(torch.bfloat16 if master else torch.float32)
     for _, p in net.named_parameters():
         p.use_muon = True
         p.mark = "kept"

@@ -103,18 +103,14 @@ def _modes_table(document: dict[str, Any]) -> Any:
 def _print_balance(document: dict[str, Any]) -> None:
     owners = document["owners"]
     matrices = [row["matrices"] for row in owners]
+    parts = f" and parts of {document['split_stacks']:,} stacks of experts" if document["split_stacks"] else ""
     results.print(
-        f"Owners: {sum(matrices):,} parameters, {min(matrices)} to {max(matrices)} per rank; "
+        f"Owners: {sum(matrices):,} parameters{parts}, {min(matrices)} to {max(matrices)} per rank; "
         f"the busiest orthogonalizes {document['imbalance']:.3f} x the mean "
         f"(no choice of owners is below {document['imbalance_lower_bound']:.3f})."
     )
     if document["idle_ranks"]:
         results.print(f"{document['idle_ranks']:,} ranks own nothing: there are more ranks than parameters to own.")
-    split = document["imbalance_if_stacks_were_split"]
-    if split < document["imbalance"] - 0.005:
-        results.print(
-            f"A stack of experts has one owner as a whole; one owner per expert would reach {split:.3f}.", style="dim"
-        )
 
 
 def _memory_table(found: Plan) -> Any:

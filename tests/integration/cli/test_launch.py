@@ -109,7 +109,8 @@ def test_accelerate_turns_the_deepspeed_files_into_the_plugin_meant(stage, monke
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
     words = ["--config_file", str(shipped_files()[f"deepspeed_zero{stage}"]), "script.py"]
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)  # as launch_command does
     _, environment = prepare_deepspeed_cmd_env(arguments)
     for key, value in environment.items():
         if key.startswith("ACCELERATE_"):

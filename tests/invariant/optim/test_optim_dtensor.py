@@ -28,6 +28,10 @@ class OwnedDTensor(DTensor):
 
     is_owned = True
 
+    @property
+    def rows(self) -> slice:
+        return slice(0, self.to_local().shape[0])
+
 
 def start_values() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(11)

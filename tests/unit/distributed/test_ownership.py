@@ -2,14 +2,16 @@
 """The ownership plan and packed buffers: plain data, no process group."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
 import torch
 
-from hf_muon.distributed.buckets import build_buckets
+from hf_muon.distributed.buckets import Piece, build_buckets
 from hf_muon.distributed.ownership import Matrix, build_plan
 from hf_muon.distributed.structures import grad_tensors, replace_grad_tensors
+from hf_muon.param_groups import MatrixView
 
 
 def random_matrices(layers, seed):
@@ -94,7 +96,8 @@ def test_bad_plans_are_named():
 def test_buckets_pack_without_gaps_and_sort_by_replica():
     shapes = [(3, 4), (2, 2, 2), (5, 1), (1, 7)]
     owners = [(1, 0), (0, 0), (0, 2), (1, 0)]
-    first, second = build_buckets(shapes, owners)
+    pieces = [Piece(index, 0, shape, *owners[index]) for index, shape in enumerate(shapes)]
+    first, second = build_buckets(pieces)
     assert (first.shard_index, second.shard_index) == (0, 2)
     assert first.numel == 12 + 8 + 7 and second.numel == 5
     assert [segment.replicate_index for segment in first.segments] == [0, 1]
@@ -107,7 +110,63 @@ def test_buckets_pack_without_gaps_and_sort_by_replica():
             position = slot.end
         assert segment.end == position
     assert position == first.numel
-    assert build_buckets([], []) == ()
+    assert second.offset == first.numel
+    assert build_buckets([]) == ()
+
+
+def test_split_stacks_keep_every_expert_once_in_rank_order(seed):
+    rng = random.Random(seed)
+    stacks = [
+        Matrix.of_parameter(
+            f"{layer}.{i}", (rng.randrange(1, 40), rng.randrange(8, 64), rng.randrange(8, 64)), str(layer)
+        )
+        for layer in range(5)
+        for i in range(2)
+    ]
+    kernel = Matrix.of_parameter("kernel", (64, 32, 3), "0", view=MatrixView(flatten=True))
+    matrices = [*stacks[:3], kernel, *stacks[3:]]
+    for shard, replicate in ((1, 1), (3, 1), (8, 1), (4, 3)):
+        plan = build_plan(matrices, shard=shard, replicate=replicate, split_stacks=True)
+        assert list(dict.fromkeys(m.name for m in plan.matrices)) == [m.name for m in matrices]
+        for matrix in matrices:
+            rows = [(m, owner) for m, owner in zip(plan.matrices, plan.owners, strict=True) if m.name == matrix.name]
+            owners = [owner for _, owner in rows]
+            assert owners == sorted(set(owners))
+            assert sum(m.shape[0] for m, _ in rows) == matrix.shape[0]
+            for (m, owner), (after, _) in itertools.pairwise(
+                [*rows, (Matrix("end", (), "", 0, start=matrix.shape[0]), 0)]
+            ):
+                assert after.start == m.start + m.shape[0] and m.shape[1:] == matrix.shape[1:]
+                assert plan.owner_of(matrix.name, m.start + m.experts - 1) == owner
+        assert sum(m.name == "kernel" for m in plan.matrices) == 1  # one matrix in three axes
+        assert sum(plan.ns_cost_per_rank()) == pytest.approx(sum(m.cost for m in matrices), rel=1e-12)
+        assert plan == build_plan(matrices, shard=shard, replicate=replicate, split_stacks=True)
+
+
+def test_an_expert_is_the_unit_of_balance():
+    stack = Matrix("stack", (64, 8, 8), "", 64.0, experts=64)
+    plan = build_plan([stack], shard=64, split_stacks=True)
+    assert plan.imbalance == plan.imbalance_bound == 1.0
+    assert build_plan([stack], shard=1, split_stacks=True).matrices == (stack,)
+    plan = build_plan([stack], shard=100, split_stacks=True)
+    assert len(plan.idle_ranks) == 36 and plan.imbalance == plan.imbalance_bound == pytest.approx(100 / 64)
+    one = build_plan([Matrix("whole", (64, 8, 8), "", 64.0)], shard=4, split_stacks=True)
+    assert one.split_stacks == 0 and one.imbalance == one.imbalance_bound == 4.0
+    assert build_plan([stack], shard=4).matrices == (stack,)  # only a runtime that can hold parts asks for them
+
+
+def test_pieces_of_a_stack_lie_side_by_side():
+    pieces = [Piece(0, 0, (2, 3, 4), 0, 1), Piece(0, 2, (1, 3, 4), 0, 2), Piece(0, 3, (2, 3, 4), 1, 1)]
+    buckets = build_buckets([*pieces, Piece(1, 0, (7, 2), 1, 1)])
+    assert [(b.shard_index, b.offset, b.numel) for b in buckets] == [(1, 0, 14), (1, 14, 24), (2, 38, 12), (1, 50, 24)]
+    slots = [(b.offset + slot.offset, slot.rows) for b in buckets for slot in b.slots if slot.index == 0]
+    assert slots == [(14, slice(0, 2)), (38, slice(2, 3)), (50, slice(3, 5))]
+    one_rank_replicas = [Piece(0, 0, (2, 3), 0, 0), Piece(0, 2, (1, 3), 1, 0)]
+    (bucket,) = build_buckets(one_rank_replicas)
+    assert [(segment.replicate_index, segment.start, segment.end) for segment in bucket.segments] == [
+        (0, 0, 6),
+        (1, 6, 9),
+    ]
 
 
 def test_tensors_are_found_and_replaced_inside_containers():

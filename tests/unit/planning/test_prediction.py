@@ -27,7 +27,7 @@ def small(kind=LlamaConfig, vocab_size=1000, layers=2):
     ("config", "micro_batch", "seq_len", "optimizer", "mode", "checkpointing"),
     [
         (small(), 2, 512, "adamw", "z3", False),  # activations of the layers decide
-        (small(), 1, 16, "muon", "z3", True),  # gradients on their way decide
+        (small(layers=4), 1, 16, "muon", "z3", True),  # gradients on their way decide
         (small(Qwen2Config, 49152), 2, 512, "muon", "z2", True),  # the loss and all gathered layers decide
     ],
 )
