@@ -11,7 +11,15 @@ from typing import Any
 
 from .extraction import gsm8k_answer, mmlu_letter
 from .rows import DataError, EvalRow
-from .samples import append_samples, digest_of_model, digest_of_rows, open_samples, read_predictions, write_samples
+from .samples import (
+    append_samples,
+    check_target,
+    digest_of_model,
+    digest_of_rows,
+    open_samples,
+    read_predictions,
+    write_samples,
+)
 from .significance import standard_error
 from .tasks import require_permission, run_tests, score, task_settings
 
@@ -112,6 +120,8 @@ def evaluate_predictions(
     settings = _settings(task, rows, "published", None)
     completions = read_predictions(Path(predictions_file), rows, known)
     require_permission(task, allow_code_execution, accept_weak_sandbox)
+    if samples_file is not None:
+        check_target(Path(samples_file), [predictions_file])
     lines: list[dict[str, Any]] = []
     chunk = 4 * _workers()
     for start in range(0, len(rows), chunk):

@@ -97,8 +97,12 @@ def _check_settings(samples: Path, beside: Path, settings: dict[str, Any]) -> No
 def _replace(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _drop_cut_line(samples: Path) -> None:
@@ -111,15 +115,34 @@ def _drop_cut_line(samples: Path) -> None:
 def append_samples(samples: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Append finished rows; they are on disk when this returns."""
     with samples.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
 
 
+def check_target(samples: Path, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Check before any work that `samples` can be written.
+
+    Raises:
+        DataError: it is a folder, one of `inputs`, or in a place where no file can be.
+    """
+    if samples.is_dir():
+        raise DataError(f"--samples must be a file that can be written; got the folder {samples}.")
+    for given in inputs:
+        if given is not None and samples.exists() and Path(given).exists() and samples.samefile(given):
+            raise DataError(f"--samples must not be a file that is read; got {samples}. Give another one.")
+    try:
+        samples.parent.mkdir(parents=True, exist_ok=True)
+        probe = samples.with_name(samples.name + ".part")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DataError(f"--samples must be a file that can be written; got {samples}: {error.strerror}.") from None
+
+
 def write_samples(samples: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Write all rows at once, or nothing."""
-    samples.parent.mkdir(parents=True, exist_ok=True)
-    _replace(samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    _replace(samples, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def correctness(samples: str | Path) -> dict[str, bool]:

@@ -106,7 +106,10 @@ def load_rows(task: str, data: str | Path | None, *, limit: int = 0, seed: int |
     settings = task_settings(task)
     if limit < 0:
         raise DataError(f"--limit must be 0 (all rows) or more; got {limit}.")
-    path = Path(data).expanduser() if data is not None else _override(task)
+    try:
+        path = Path(data).expanduser() if data is not None else _override(task)
+    except RuntimeError:
+        raise DataError(f"--data must be a file; the user of {data} does not exist.") from None
     rows = []
     for number, (place, row) in enumerate(_raw_rows(task, settings, path)):
         rows.append(_READERS[task](place, row, number))

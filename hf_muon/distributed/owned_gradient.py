@@ -190,7 +190,8 @@ def _scale(operator_: Callable[[Tensor, Any], Tensor]) -> Callable[..., Any]:
         for item in owned:
             item.content.scale(factor, operator_)
         if isinstance(x, (list, tuple)):
-            func([item for item in x if not isinstance(item, OwnedGradient)], factor)
+            if plain := [item for item in x if not isinstance(item, OwnedGradient)]:
+                func(plain, factor)
             return None
         return x
 

@@ -61,6 +61,7 @@ class SharedWork:
                 "ddp must reduce at least one Muon matrix of this optimizer; got none. Build the optimizer from the"
                 " parameters of this model, and leave its matrices out of DDP's ignore list."
             )
+        self._check_group(ddp)
         if self._answers is None:
             self._answers = weakref.WeakKeyDictionary()
         if ddp in self._answers:  # asked again, which Accelerate does at every further prepare
@@ -85,6 +86,20 @@ class SharedWork:
         found.on_start.append(start)
         logger.info("DMuon under DDP: %d matrices have owners.", len(matrices))
         return True
+
+    def _check_group(self, ddp: DistributedDataParallel) -> None:
+        """Refuse ranks that would see other gradients than their peers: they could not agree to skip a step.
+
+        Raises:
+            NotImplementedError: a model over other ranks than those of an earlier one.
+        """
+        ranks = torch.distributed.get_process_group_ranks(ddp.process_group)
+        for owners in self._replicas:
+            if (others := owners.comm.grid.mesh.mesh.flatten().tolist()) != ranks:
+                raise NotImplementedError(
+                    f"All DDP models of one optimizer must use the same ranks; got {ranks} and {others}. Make one"
+                    " optimizer per process group."
+                )
 
     def has_matrices_in(self, ddp: DistributedDataParallel) -> bool:
         """Return whether `ddp` reduces any Muon matrix of this optimizer; the same on all ranks."""
@@ -125,6 +140,10 @@ class SharedWork:
         self._gathered = gathered if keep else None
         self._allows_partial_state = allow_partial and not keep
 
+    def forbid_partial_state(self) -> None:
+        """Let `state_dict()` raise again where momentum is elsewhere: the end of what `allow_partial` began."""
+        self._allows_partial_state = False
+
     # ------------------------------------------------------------------ for the optimizer
 
     def _is_elsewhere(self, param: Tensor) -> bool:
@@ -152,7 +171,7 @@ class SharedWork:
         grad = param.grad
         if isinstance(grad, OwnedGradient):
             grad.content.norms  # noqa: B018 (raises when something was added under no_sync)
-        elif any(owners.is_active and owners.owner_rank(param) is not None for owners in self._replicas):
+        elif any(owners.owner_rank(param) is not None for owners in self._replicas):
             raise RuntimeError(
                 f"{label}.grad must be reduced over ranks before step(); got one that DDP did not reduce. Run the"
                 " forward through the DistributedDataParallel module, the last one of a step outside no_sync()."

@@ -98,5 +98,9 @@ def _zero_rows(param: Tensor, shape: tuple[int, ...]) -> Tensor:
     from ..distributed import OwnedDTensor
     from ..distributed.owned import own
 
-    layout = replace(cast(OwnedDTensor, param).owner_layout, shape=torch.Size(shape))
+    layout = cast(OwnedDTensor, param).owner_layout
+    parts = layout.parts
+    if shape[0] != param.shape[0]:  # of a transposed matrix, which one owner holds whole
+        parts = tuple(part._replace(start=0, stop=shape[0]) for part in parts)
+    layout = replace(layout, shape=torch.Size(shape), parts=parts)
     return own(torch.zeros(layout.local_shape, dtype=dtype, device=local.device), layout)

@@ -39,7 +39,10 @@ def resolve_model(name: str) -> ModelSource:
     Raises:
         ModelNotFoundError: a folder without a usable config.json, or a name that neither ships nor is on the hub.
     """
-    folder = Path(name).expanduser()
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # ~ of a user that does not exist
+        folder = Path(name)
     if folder.is_dir():
         return ModelSource(name, "folder", _folder_config(folder))
     if folder.is_file():
@@ -69,7 +72,7 @@ def build_meta_model(config: Any, device: str = "meta") -> Any:
     wanted = (getattr(config, "architectures", None) or [""])[0]
     auto = transformers.AutoModelForCausalLM
     with torch.device(device):
-        model_class = getattr(transformers, wanted, None) if wanted else None
+        model_class = getattr(transformers, wanted, None) if isinstance(wanted, str) and wanted else None
         if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
             return _build(model_class, config)
         try:
@@ -116,7 +119,7 @@ def _from_dict(data: Any, where: str) -> Any:
         raise ModelNotFoundError(f"{where} must name its model_type; it does not. Give a transformers model.")
     options = dict(data)
     kind = options.pop("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ModelNotFoundError(
             f"{where} must name a model_type that transformers knows; got {kind!r}. Upgrade transformers."
         )

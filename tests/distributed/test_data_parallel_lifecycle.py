@@ -136,6 +136,20 @@ def test_wrapping_the_model_again_keeps_momentum(seed):
 # ---------------------------------------------------------------- gradients
 
 
+def scaled_together(seed):
+    net, model, _ = prepared(seed)
+    models.loss_of(model, models.batch(seed, 0, 0)).backward()
+    grads = [p.grad for p in net.parameters() if isinstance(p.grad, OwnedGradient)]
+    before = [float(torch.linalg.vector_norm(grad)) for grad in grads]
+    torch._foreach_mul_(grads, 0.5)  # a list of owned gradients alone
+    return before, [float(torch.linalg.vector_norm(grad)) for grad in grads]
+
+
+def test_owned_gradients_alone_are_scaled_once(seed):
+    for before, after in run_on_ranks(2, scaled_together, seed):
+        assert before and all(after) and after == pytest.approx([value / 2 for value in before], rel=1e-6)
+
+
 def gradient_answers(seed):
     net, model, _ = prepared(seed)
     models.loss_of(model, models.batch(seed, dist.get_rank(), 0)).backward()
@@ -190,6 +204,9 @@ def test_an_owned_gradient_answers_alike_everywhere_and_refuses_the_rest_by_name
 
 def unreduced(seed):
     net, model, optimizer = prepared(seed)
+    models.loss_of(net, models.batch(seed, 0, 1)).backward()  # DDP has seen no forward yet
+    first = message_of(optimizer.step)
+    optimizer.zero_grad()
     train(model, optimizer, seed, [0])
     before = replicas.values(net)
     messages = []
@@ -208,7 +225,7 @@ def unreduced(seed):
     same = all(torch.equal(value, before[name]) for name, value in replicas.values(net).items())
     optimizer.zero_grad()  # and all is well again, also what was added above is forgotten
     train(model, optimizer, seed, [1])
-    return messages, same, replicas.values(net)
+    return [*messages, first], same, replicas.values(net)
 
 
 def plainly(seed):
@@ -354,6 +371,20 @@ def test_a_process_group_of_its_own(seed):
         assert all(torch.equal(value, second[0][name]) for name, value in first[0].items())
         assert first[1] and second[1] and not set(first[1]) & set(second[1])
     assert not torch.equal(results[0][0]["layers.0.up.weight"], results[2][0]["layers.0.up.weight"])
+
+
+def two_groups(seed):
+    """Models over different ranks: their ranks could not agree to skip a step."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = Pair(replicas.make(seed), replicas.make(seed + 1))
+    pair.first = replicas.wrap(pair.first)
+    pair.second = replicas.wrap(pair.second, process_group=pairs[dist.get_rank() // 2])
+    return message_of(hf_muon.OptimizerFactory(), pair, **replicas.OPTIONS)
+
+
+def test_models_over_different_ranks_need_an_optimizer_each(seed):
+    for message in run_on_ranks(4, two_groups, seed):
+        assert "All DDP models of one optimizer must use the same ranks" in message
 
 
 class Pair(nn.Module):

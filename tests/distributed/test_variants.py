@@ -12,6 +12,7 @@ import hf_muon
 from hf_muon.distributed import runtime_of
 from hf_muon.integrations.transformers.attention_logits import attach_qk_clip
 from hf_muon.optim.state_spec import ROW_STATISTICS
+from hf_muon.param_groups import MatrixView
 from tests.distributed import models
 from tests.distributed.test_optimizer import OPTIONS, TIGHT, gap_to_one_process
 from tests.support.trainer_runs import tiny_llama
@@ -137,3 +138,28 @@ def test_qk_clip_on_owners_equals_one_process(seed, z3):
     for state, largest in results:
         assert largest == pytest.approx(wanted, rel=1e-4)  # later logits follow weights that differ in the last bits
         assert models.distance(start, end, state) <= TIGHT
+
+
+def transposed_rows(seed):
+    """A square matrix stored as (in, out): one statistic per output, so per column of the storage."""
+    net = models.make_model(seed)
+    hf_muon.tag_parameters(net)
+    name, chosen = next((n, p) for n, p in net.named_parameters() if p.use_muon and p.ndim == 2)
+    chosen.muon_view = MatrixView(transposed=True)
+    models.shard(net)
+    optimizer = hf_muon.MuonWithAuxAdam(net.named_parameters(), **OPTIONS, normuon=True)
+    for step in range(2):
+        models.loss_of(net, models.batch(seed, dist.get_rank(), step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    parameter = dict(net.named_parameters())[name]
+    rows = optimizer.state[parameter][ROW_STATISTICS]
+    return tuple(parameter.shape), tuple(rows.shape), tuple(rows.to_local().shape), rows.full_tensor()
+
+
+def test_row_statistics_of_a_transposed_matrix_are_on_its_owner_alone(seed):
+    first, second = run_on_ranks(2, transposed_rows, seed)
+    shape, rows, *_ = first
+    assert rows == (1, shape[1])
+    assert sorted(found[2][0] for found in (first, second)) == [0, 1]
+    assert torch.equal(first[3], second[3]) and (first[3] > 0).all()

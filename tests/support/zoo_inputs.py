@@ -71,6 +71,7 @@ def _pair(config: PretrainedConfig) -> Row:
 def _text_about_image(config: PretrainedConfig) -> Row:
     vision = config.vision_config
     row = _text(config)
+    row["input_ids"][row["input_ids"] == config.image_token_id] += 1  # text that happens to be an image
     row["input_ids"][: (vision.image_size // vision.patch_size) ** 2] = config.image_token_id
     return {**row, "pixel_values": _pixels(vision)}
 

@@ -68,8 +68,8 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, tiny: bool = False
     """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = str(getattr(error, "problem", None) or error).splitlines()[0]
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = (str(getattr(error, "problem", None) or error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{path} must be a readable YAML file; got: {reason}.") from None
     if not isinstance(data, dict):
         raise UsageError(f"{path} must hold the blocks of a recipe; got {type(data).__name__}.")
@@ -103,6 +103,8 @@ def _apply_variant(recipe: Recipe, words: list[tuple[str, str]]) -> None:
             known = sorted(recipe.variants)
             listed = f"one of {', '.join(known)}" if known else f"left out, recipe {recipe.name!r} has none"
             raise UsageError(f"variant must be {listed}; got {name!r}.{nearest(name, known)}")
+        if not isinstance(recipe.variants[name], dict):
+            raise UsageError(f"variants.{name} must be a block of dotted keys; got {recipe.variants[name]!r}.")
         for key, value in recipe.variants[name].items():
             _assign(recipe, key, value)
         recipe.variant = name
@@ -121,12 +123,14 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 def _parse(key: str, value: str) -> Any:
     try:
         return yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError:
+    except (ValueError, RecursionError, yaml.YAMLError):
         raise UsageError(f"{key} must be a YAML value such as 3, 1e-3, true or [1, 2]; got {value!r}.") from None
 
 
 def _assign(recipe: Recipe, key: str, value: Any) -> None:
     blocks = [f.name for f in dataclasses.fields(Recipe) if f.name not in ("tiny", "name", "variants", "variant")]
+    if not isinstance(key, str):
+        raise UsageError(f"a key of tiny or of a variant must read block.key; got {key!r}.")
     block, dot, inner = key.partition(".")
     if block not in blocks:
         raise UsageError(f"{block!r} is not a block of a recipe.{nearest(block, blocks)}")
@@ -183,7 +187,12 @@ def _coerce(hint: Any, value: Any, key: str) -> Any:
             raise UsageError(f"{key} must be a block of keys; got {value!r}.")
         return dict(value)
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise UsageError(
+                f"{key} must be a number that fits a float; got one of {len(str(value))} digits."
+            ) from None
     if not isinstance(value, origin) or (isinstance(value, bool) and origin is not bool):
         raise UsageError(f"{key} must be {_WORDS[origin]}; got {value!r}.")
     return value

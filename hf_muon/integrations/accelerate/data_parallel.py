@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..._compat import accelerator_optimizers
+from ...optim import MuonWithAuxAdam
 from .prepare import muon_optimizers
 
 # DDP modules that an Accelerator made, in that order: it keeps only the models inside.
@@ -31,6 +33,10 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **option
             ddp = reference()
             if ddp is not None and optimizer.has_matrices_in(ddp):
                 optimizer.dedicate_matrices(ddp)
+    for wrapper in accelerator_optimizers(accelerator):
+        inner = getattr(wrapper, "optimizer", None)
+        if isinstance(inner, MuonWithAuxAdam):  # what the user holds is the wrapper
+            wrapper.consolidate_state_dict = inner.consolidate_state_dict
     return result
 
 
@@ -41,6 +47,11 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **opt
     """
     on_each_node = accelerator.project_configuration.save_on_each_node
     keep = accelerator.is_local_main_process if on_each_node else accelerator.is_main_process
-    for optimizer in muon_optimizers(accelerator):
+    optimizers = muon_optimizers(accelerator)
+    for optimizer in optimizers:
         optimizer.gather_momentum(keep, allow_partial=True)
-    return original(accelerator, *args, **options)
+    try:
+        return original(accelerator, *args, **options)
+    finally:
+        for optimizer in optimizers:
+            optimizer.forbid_partial_state()

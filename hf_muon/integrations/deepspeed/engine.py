@@ -69,6 +69,7 @@ def take_over(optimizer: MuonWithAuxAdam) -> PartitionedOptimizer:
             if group["use_muon"]:
                 remember_views(group)
         optimizer.state.clear()
+        vars(optimizer).pop("skip_on_device", None)  # a copied optimizer carries its own; this class has decided
         # A scheduler wraps the method of the class that it saw; torch then says once that step() was overridden.
         vars(optimizer).pop("step", None)
         optimizer.__class__ = PartitionedOptimizer  # adds methods only; the state is made on the partitions

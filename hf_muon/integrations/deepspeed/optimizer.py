@@ -71,6 +71,8 @@ class PartitionedOptimizer(MuonWithAuxAdam):
                 for i, flat in enumerate(zero.fp32_partitioned_groups_flat)
             ]
         else:
+            if any(group.get("moe", False) for group in self.param_groups):
+                self.finite_reducer = _largest_over_ranks  # ranks hold other experts, so other gradients
             return
         self._plans = {}
         for flat, params, process_group, group in found:
@@ -226,14 +228,28 @@ class PartitionedOptimizer(MuonWithAuxAdam):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Return how many steps were skipped for inf or NaN: DeepSpeed's own count under ZeRO 1 to 3."""
+        """Return how many steps were skipped for inf or NaN: DeepSpeed's own count where it judges."""
         engine = self._engine() if self._engine is not None else None
-        return super().num_skipped_steps if self._plans is None or engine is None else int(engine.skipped_steps)
+        return super().num_skipped_steps if self._judges_alone(engine) else int(engine.skipped_steps)
 
     @property
     def last_step_skipped(self) -> bool:
         """Return whether the last step was skipped for inf or NaN."""
         engine = self._engine() if self._engine is not None else None
-        if self._plans is None or engine is None:
-            return super().last_step_skipped
-        return bool(engine.optimizer.overflow)
+        return (
+            super().last_step_skipped
+            if self._judges_alone(engine)
+            else bool(getattr(engine.optimizer, "overflow", False))
+        )
+
+    def _judges_alone(self, engine: Any) -> bool:
+        """Return whether no wrapper of DeepSpeed (ZeRO, or that of half precision) sees gradients before this does."""
+        return engine is None or engine.optimizer is self
+
+    def _say_if_repeated(self) -> None:
+        """Say nothing: with ZeRO 0 too the ranks share the work."""
+
+
+def _largest_over_ranks(flag: Tensor) -> Tensor:
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+    return flag
