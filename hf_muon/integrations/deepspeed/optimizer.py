@@ -229,22 +229,19 @@ class PartitionedOptimizer(MuonWithAuxAdam):
     @property
     def num_skipped_steps(self) -> int:
         """Return how many steps were skipped for inf or NaN: DeepSpeed's own count where it judges."""
-        engine = self._engine() if self._engine is not None else None
-        return super().num_skipped_steps if self._judges_alone(engine) else int(engine.skipped_steps)
+        engine = self._judge()
+        return super().num_skipped_steps if engine is None else int(engine.skipped_steps)
 
     @property
     def last_step_skipped(self) -> bool:
         """Return whether the last step was skipped for inf or NaN."""
-        engine = self._engine() if self._engine is not None else None
-        return (
-            super().last_step_skipped
-            if self._judges_alone(engine)
-            else bool(getattr(engine.optimizer, "overflow", False))
-        )
+        engine = self._judge()
+        return super().last_step_skipped if engine is None else bool(getattr(engine.optimizer, "overflow", False))
 
-    def _judges_alone(self, engine: Any) -> bool:
-        """Return whether no wrapper of DeepSpeed (ZeRO, or that of half precision) sees gradients before this does."""
-        return engine is None or engine.optimizer is self
+    def _judge(self) -> Any:
+        """Return the engine if a wrapper of it (ZeRO, or that of half precision) sees gradients first, else None."""
+        engine = self._engine() if self._engine is not None else None
+        return None if engine is None or engine.optimizer is self else engine
 
     def _say_if_repeated(self) -> None:
         """Say nothing: with ZeRO 0 too the ranks share the work."""
