@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from .._compat import in_backward, queue_backward_callback
+from ..tracing import Span, begin_span
 from .collectives import Communicator
 from .data_parallel import find_replica_owners
 from .owned import OwnedDTensor
@@ -37,6 +38,13 @@ class UnitState:
         self.is_ready = False  # gradients complete, waiting for its turn
         self.is_prefetched = False
         self.positions: list[int] = []  # in the order of forwards, for backward prefetch
+        self.span: Span | None = None  # of the forward or backward under way, while spans are recorded
+
+    def end_span(self) -> None:
+        """Note that the pass which was begun is over."""
+        if self.span is not None:
+            self.span.finish()
+            self.span = None
 
 
 class DMuonRuntime:
@@ -92,6 +100,7 @@ class DMuonRuntime:
             self._prefetch_forward()
         if torch.is_grad_enabled() or (self._root_is_running and self._root_wants_gradients):
             state.is_pending = True
+        state.span = begin_span("recomputation" if recomputing else "forward", unit.label)
         # A recomputation whose original forward is still watched must not be watched twice.
         if not torch.is_grad_enabled() or (recomputing and (state.in_backward or state.outstanding)):
             return None
@@ -103,6 +112,7 @@ class DMuonRuntime:
 
     def finish_forward(self, unit: Unit) -> None:
         """Put the owned parameters back; free the copies (Z3)."""
+        self._states[unit].end_span()
         if in_backward():
             return  # backward needs them: the unit's inputs decide
         unit.uninstall()
@@ -166,10 +176,12 @@ class DMuonRuntime:
         state.is_prefetched = False
         unit.install()
         self._prefetch_backward(unit)
+        state.span = begin_span("backward", unit.label)
 
     def finish_backward(self, unit: Unit, token: ForwardToken) -> None:
         """Deal with the unit's gradients if this was its last forward: its input's gradient has been computed."""
         state = self._states[unit]
+        state.end_span()
         if token not in state.outstanding:
             return  # of an earlier iteration: the end of backward takes care, in an order all ranks share
         state.outstanding.discard(token)
@@ -219,6 +231,7 @@ class DMuonRuntime:
         ordered = dict.fromkeys([*reversed(self._finished), *reversed(self.units)])
         for unit in ordered:
             state = self._states[unit]
+            state.end_span()
             if state.is_pending or state.in_backward:
                 if not state.is_ready:
                     self._release(unit)

@@ -151,11 +151,15 @@ def named_gradients(
 def nonfinite_flag(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a 0-dim float32 tensor on `device`: 1 if any element on this rank is inf or NaN, else 0.
 
-    Reads every gradient once and allocates nothing of their size: the maximum norm carries inf and NaN along.
+    Reads every gradient once and allocates nothing of their size: maxima carry inf and NaN along.
     """
     local = [part for part in map(local_tensor, grads) if part.numel()]
     if not local:
         return torch.zeros((), dtype=torch.float32, device=device)
+    if all(part.is_cpu for part in local):
+        # The maximum norm takes five times as long as both bounds on a CPU, where reading them costs nothing.
+        is_finite = all(math.isfinite(bound.item()) for part in local for bound in torch.aminmax(part))
+        return torch.full((), 0.0 if is_finite else 1.0, dtype=torch.float32, device=device)
     largest = torch.nn.utils.get_total_norm(local, norm_type=math.inf)
     return largest.isfinite().logical_not().to(device=device, dtype=torch.float32)
 

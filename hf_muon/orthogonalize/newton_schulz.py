@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..tracing import traced
 from . import compiled
 from .coefficients import Row, coefficient_rows
 from .cost import check_method, check_steps, resolve_method
@@ -110,6 +111,7 @@ def newton_schulz_many(
     return [result for result in results if result is not None]
 
 
+@traced("newton_schulz", lambda matrix, *_: "x".join(map(str, matrix.shape)))
 @torch.no_grad()
 def orthogonalize(
     matrix: Tensor, method: str, rows: tuple[Row, ...], product_dtype: torch.dtype, eps: float
