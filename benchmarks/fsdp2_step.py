@@ -76,14 +76,14 @@ class Model(torch.nn.Module):
         self.embed = torch.nn.Embedding(vocabulary, hidden)
         self.layers = torch.nn.ModuleList(Block(hidden) for _ in range(layers))
         self.norm = torch.nn.RMSNorm(hidden)
-        self.head = torch.nn.Linear(hidden, vocabulary, bias=False)
+        self.lm_head = torch.nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of predicting the next of `ids`, shape (batch, seq + 1)."""
         x = self.embed(ids[:, :-1])
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x)).float()
+        logits = self.lm_head(self.norm(x)).float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 

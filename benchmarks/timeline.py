@@ -152,8 +152,10 @@ def picture(gathered: list[list[Span]], begin: float) -> str:
             f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 2}" fill="{COLOURS[span.kind]}">'
             f"<title>{escape(name)}</title></rect>"
         )
-        if len(label_of(span)) * TEXT < width:
-            text(x + 2, y + ROW - 5, label_of(span), "#111")
+        shorter = (label_of(span), label_of(span).rpartition(".")[2])
+        fitting = next((label for label in shorter if len(label) * TEXT < width), None)
+        if fitting:
+            text(x + 2, y + ROW - 5, fitting, "#111")
         if span.peer >= 0 and span.waited is not None:
             tick = LEFT + (span.waited - begin) * scale
             parts.append(f'<path d="M{tick:.1f} {y + ROW - 3}v4" stroke="#c00"/>')
