@@ -17,6 +17,7 @@ import hf_muon
 from hf_muon.optim.functional import adjust_scale
 
 MAX_BUCKET_BYTES = 32 * 2**20  # of gathered float32 updates
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor  # new name
 NS_OPTIONS = ("ns_method", "ns_steps", "ns_coefficients", "ns_dtype")
 
 
@@ -97,7 +98,7 @@ class GatheredMuon(torch.optim.Optimizer):
         places = [place[: u.numel()].view_as(u) for place, u in zip(packed.split(sizes), updates, strict=True)]
         torch._foreach_copy_(places, updates)
         whole = packed.new_empty(ranks, packed.numel())
-        return whole, dist.all_gather_into_tensor(whole.view(-1), packed, group=self.group, async_op=True)
+        return whole, all_gather(whole.view(-1), packed, group=self.group, async_op=True)
 
     def _apply(self, bucket: list[torch.Tensor], whole: torch.Tensor) -> None:
         """Orthogonalize all matrices of a bucket and apply this rank's rows."""
