@@ -86,6 +86,10 @@ def record(rank: int, options: argparse.Namespace, store: str) -> None:
         begin = min(span.begin for spans in gathered for span in spans)
         (folder / "timeline.json").write_text(json.dumps({"traceEvents": chrome_events(gathered, begin)}))
         (folder / "timeline.svg").write_text(picture(gathered, begin))
+        for index, spans in enumerate(gathered):
+            waits = [span.end - span.waited for span in spans if span.waited and span.end]
+            length = max(end_of(span) for span in spans) - begin
+            print(f"rank {index}: waited for collectives {sum(waits) * 1e3:.1f} ms of {length * 1e3:.0f} ms")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step()
     profiler.export_chrome_trace(str(folder / f"profile_rank{rank}.json"))

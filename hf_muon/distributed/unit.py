@@ -248,7 +248,7 @@ class Unit:
             if self.reduce_dtype == torch.float16:
                 # Sums of half precision overflow: divide first there, last everywhere else.
                 packed[: bucket.numel].div_(self._comm.grid.size)
-            # Filled by kernels, not copied from the host: a copy would block it. One, where every matrix has a gradient.
+            # Filled by kernels, not copied from the host: a copy would block it. Mostly all matrices have gradients.
             packed[bucket.numel :].fill_(1.0)
             for index, flag in enumerate(flags):
                 if not flag:
