@@ -196,14 +196,14 @@ def measure(options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     runs = [Run(variant, options, device, mesh) for variant in options.variants]
     traffic: dict[str, dict] = {}
-    for step in range(-2, options.steps):  # one to warm up, one to count: few tokens do for both
+    for step in range(-1, options.steps):  # the first warms up and counts bytes: few tokens do for that
         shape = (options.batch, options.seq + 1) if step >= 0 else (1, min(options.seq, WARM_UP_TOKENS) + 1)
         ids = torch.randint(options.vocabulary, shape, generator=generator).to(device)
         for run in runs:
             dist.barrier()
-            with Traffic() if step == -1 else contextlib.nullcontext() as counted:
+            with Traffic() if step < 0 else contextlib.nullcontext() as counted:
                 run.step(ids)
-            if step == -1:
+            if step < 0:
                 traffic[run.variant] = {"payload_bytes": counted.payload, "wire_bytes_per_rank": int(counted.wire)}
                 run.rows, run.cpu_rows = [], []
                 if run.variant.startswith("dmuon"):
