@@ -25,7 +25,7 @@ def test_everything_but_the_device_runs_dry(tmp_path):
     rows = measured(tmp_path, "--dry-run", "--repeats", "1")
     for shape in ("(32, 32)", "(32, 172)", "(64, 224)"):
         for batch in (1, 8):
-            assert 0 < rows[f"Newton-Schulz {batch} x {shape}, share of the ceiling"]["value"]
+            assert rows[f"Newton-Schulz {batch} x {shape}, share of the ceiling"]["value"] > 0
     assert rows["muon: step of 64 tokens"]["value"] > rows["muon: optimizer alone"]["value"] > 0
     assert [row["value"] for row in rows.values()].count("needs a GPU") == 2
 
