@@ -3,6 +3,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,16 +13,26 @@ from tests.distributed.replicas import OPTIONS, assert_same_bits, is_muon, loss_
 from tests.support.worker_pool import run_on_ranks
 
 
-def test_bfloat16_and_offloaded_momentum_of_owners_equal_one_process(seed):
-    options = {"momentum_dtype": "bfloat16", "offload": "cpu"}
+@pytest.mark.parametrize(
+    ("dtype", "rests", "limit"),
+    [
+        # Where a gradient differs in its last bit, a rounding may fall on the other neighbour: 2**-8 of one momentum,
+        # or 1/127 of the largest value of its block.
+        ("bfloat16", torch.bfloat16, 2e-3),
+        ("int8", torch.uint8, 1e-2),
+    ],
+)
+def test_narrow_and_offloaded_momentum_of_owners_equals_one_process(seed, dtype, rests, limit):
+    options = {"momentum_dtype": dtype, "offload": "cpu"}
     wanted = one_process(seed, 2, **options)
     results = run_on_ranks(2, many, seed, **options)
     assert_same_bits(results)
-    # Where a gradient differs in its last bit, a rounding may fall on the other neighbour: 2**-8 of one momentum.
-    assert models.distance(wanted["start"], wanted["end"], results[0]["end"]) <= 2e-3
+    gap = models.distance(wanted["start"], wanted["end"], results[0]["end"])
+    print(f"{dtype}: {gap:.2e} of the movement")
+    assert gap <= limit
     held = [set(result["momentum"]) for result in results]
     assert held[0] | held[1] == set(wanted["momentum"]) and not held[0] & held[1]
-    assert all(value.dtype == torch.bfloat16 for result in results for value in result["momentum"].values())
+    assert all(value.dtype == rests for result in results for value in result["momentum"].values())
 
 
 def resume(seed, options):
@@ -52,8 +63,9 @@ def resume(seed, options):
     return same, owned
 
 
-def test_a_checkpoint_of_one_rank_resumes_every_variant_to_the_bit(seed):
-    options = {"momentum_dtype": "bfloat16", "offload": "cpu", "stochastic_rounding": "true"}
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_checkpoint_of_one_rank_resumes_every_variant_to_the_bit(seed, dtype):
+    options = {"momentum_dtype": dtype, "offload": "cpu", "stochastic_rounding": "true"}
     for same, elsewhere in run_on_ranks(2, resume, seed, options):
         assert same and elsewhere
     # Row statistics are not gathered for a checkpoint: with normuon every rank keeps them all and does all the work.
