@@ -63,7 +63,7 @@ def test_zero_momentum_is_zero(seed) -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_the_update_is_that_of_the_float64_rule_on_the_widened_momentum(seed, nesterov) -> None:
-    """Each step from the codes of the one before; what is kept may differ from the rule by half a step of the codes."""
+    """Each step from the codes of the one before; what is kept differs from the rule by half a code."""
     options = MuonOptions(0.1, 0.01, 0.9, nesterov, "standard", 5, "keller", "float32", "original")
     param, gradients = torch.randn(24, 40), [torch.randn(24, 40) for _ in range(4)]
     codes, scales = quantize(torch.zeros(24, 40))
@@ -210,9 +210,10 @@ def final_loss(dtype: str, batch: int | None, lr: float, seed: int) -> float:
 def test_training_reaches_the_loss_of_float32(seed, batch) -> None:
     """Also without noise in the gradients, where a rounding to nearest has nothing to average over.
 
-    Over 12 such runs the losses differed by -0.9 to 0.5 %; the bound is five times that and a tenth of the progress.
+    Over 20 such runs the losses differed by -0.7 to 1.6 %, of 0.055 to 0.29 at the end and 0.5 at the start; the bound
+    is three times that.
     """
     wide, narrow = (final_loss(dtype, batch, 0.03, seed) for dtype in ("float32", "int8"))
     print(f"float32 {wide:.4f}, int8 {narrow:.4f}")
     assert wide < 0.42  # of 0.5: it learns
-    assert abs(narrow / wide - 1) <= 0.03
+    assert abs(narrow / wide - 1) <= 0.05
