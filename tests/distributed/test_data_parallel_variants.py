@@ -71,3 +71,38 @@ def test_a_checkpoint_of_one_rank_resumes_every_variant_to_the_bit(seed, dtype):
     # Row statistics are not gathered for a checkpoint: with normuon every rank keeps them all and does all the work.
     for same, elsewhere in run_on_ranks(2, resume, seed, {**options, "normuon": True}):
         assert same and not elsewhere
+
+
+def wrapped_again(seed):
+    """Four steps of int8 momentum, with a second DDP module around the model after two of them, and without."""
+
+    def train(rewraps):
+        net = make(seed)
+        model = wrap(net)
+        optimizer = hf_muon.OptimizerFactory()(model, **OPTIONS, momentum_dtype="int8")
+        whole = None
+        for step in range(4):
+            if step == 2:
+                optimizer.consolidate_state_dict(to=None)
+                whole = copy.deepcopy(optimizer.state_dict())
+            if step == 2 and rewraps:
+                model = wrap(net)
+                assert optimizer.dedicate_matrices(model)
+                alone = make(seed)
+                single = hf_muon.OptimizerFactory()(alone, **OPTIONS, momentum_dtype="int8")
+                single.load_state_dict(whole)
+                for state in (optimizer.state_dict()["state"], single.state_dict()["state"]):
+                    for number, values in whole["state"].items():
+                        assert all(torch.equal(value, state[number][key]) for key, value in values.items())
+            loss_of(model, seed, dist.get_rank(), step, None, False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.state_dict()
+
+    straight, rewrapped = train(False), train(True)
+    return all(torch.equal(value, rewrapped[name]) for name, value in straight.items())
+
+
+def test_codes_survive_another_wrapping_and_a_load_in_one_process(seed):
+    """Every rank gets whole momenta back, then owners again; one process rounds what it loads to the same codes."""
+    assert all(run_on_ranks(2, wrapped_again, seed))

@@ -66,6 +66,7 @@ def resume(seed, dtype):
             parts = distribute_tensor(weights[name], parameter.device_mesh, parameter.placements)
             parameter.data.copy_(parts)
     second.load_state_dict(saved)
+    assert_same_in_one_process(seed, net, saved, dtype)
     for model, its_optimizer in ((net, optimizer), (other, second)):
         train(model, its_optimizer, range(2, 4))
     first_state, second_state = models.whole_state(net), models.whole_state(other)
@@ -75,6 +76,23 @@ def resume(seed, dtype):
     moved = any(not torch.equal(first_state[name], weights[name]) for name in weights)
     plain = {values["momentum_buffer"].dtype for values in saved["state"].values() if "momentum_buffer" in values}
     return all(torch.equal(first_state[n], second_state[n]) for n in weights), moved, shapes, (dtypes, plain)
+
+
+def assert_same_in_one_process(seed, net, saved, dtype):
+    """One process gets the momenta that the owners have, to the bit: blocks of codes start where matrices do."""
+    alone = models.make_model(seed).bfloat16()
+    hf_muon.tag_parameters(alone)
+    single = hf_muon.MuonWithAuxAdam(alone.named_parameters(), **OPTIONS, momentum_dtype=dtype)
+    single.load_state_dict(saved)
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    kept = single.state_dict()
+    places = {name: n for n, name in enumerate(n for group in kept["param_groups"] for n in group["param_names"])}
+    owned = {name for name, parameter in net.named_parameters() if hasattr(parameter, "is_owned")}
+    assert owned
+    for number, name in enumerate(names):
+        if name in owned:
+            whole = saved["state"][number]["momentum_buffer"].full_tensor()
+            assert whole.any() and torch.equal(kept["state"][places[name]]["momentum_buffer"], whole)
 
 
 @pytest.mark.parametrize(
