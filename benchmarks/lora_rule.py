@@ -38,7 +38,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,7 +266,7 @@ def row_of(method: str, rank: int, found: dict[str, Tensor]) -> dict[str, Any]:
 def show(rows: list[dict[str, Any]]) -> None:
     """Print one table."""
     table = Table(title="Loss after 120 steps, share of the loss without an adapter (3 seeds)")
-    for column in ("rank", "method", "best rate", "loss", "worst scale, same rate", "worst scale, its best rate", "s"):
+    for column in ("rank", "method", "best rate", "loss", "worst scale, same rate", "worst scale, its best rate"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
         table.add_row(
@@ -277,7 +276,6 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['loss']:.4f} ± {row['deviation']:.4f}",
             f"{max(row['same_rate'].values()):.4f}",
             f"{max(row['best_rate'].values()):.4f}",
-            f"{row['seconds_per_setting']:.1f}",
         )
     Console().print(table)
 
@@ -291,10 +289,8 @@ def main() -> None:
     rows = []
     for rank in RANKS:
         for method, names in METHODS.items():
-            began = time.process_time()
             found = {name: final_losses(method, rank, SETTINGS[name]) for name in names}
-            row = row_of(method, rank, found)
-            rows.append({**row, "seconds_per_setting": (time.process_time() - began) / len(names)})
+            rows.append(row_of(method, rank, found))
     show(rows)
     if arguments.json:
         about = {"torch": torch.__version__, "rates": RATES, "damping": DAMPING}
