@@ -24,7 +24,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "matrix_split": ("auto", "none", "fused", "per_head"),
     "conv": ("adamw", "flatten"),
     "dmuon": ("auto", "z2", "z3", "off"),
-    "momentum_dtype": ("float32", "bfloat16"),
+    "momentum_dtype": ("float32", "bfloat16", "int8"),
     "offload": ("none", "cpu"),
     "stochastic_rounding": ("auto", "true", "false"),
 }
@@ -77,7 +77,7 @@ class MuonConfig:
     )
     dmuon: str = _option("auto", "dedicated owners under FSDP2: auto, z2, z3 or off")
     momentum_dtype: str = _option(
-        "float32", "dtype the momentum rests in: float32, or bfloat16 rounded stochastically"
+        "float32", "dtype the momentum rests in: float32; bfloat16, rounded stochastically; int8, by bitsandbytes"
     )
     offload: str = _option("none", "where the momentum rests: none (on the device) or cpu")
     stochastic_rounding: str | bool = _option(

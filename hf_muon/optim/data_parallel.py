@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ..config import MuonConfig
 from .momentum_storage import settle_copies
 from .notices import inform_once, logger
+from .parameter_state import resting_state
+from .quantized import plain_momentum
 from .state_spec import spec_of
 
 if TYPE_CHECKING:
@@ -240,14 +242,15 @@ class SharedWork:
         self._replicas = tuple(owners for owners in self._replicas if owners.parameters)
 
     def _keep_momentum(self, param: Tensor, value: Tensor) -> None:
-        self.state[param]["momentum_buffer"] = value.to(spec_of(self._config).momentum_device(param), copy=True)
+        spec = spec_of(self._config)
+        self.state[param].update(resting_state(value.to(spec.momentum_device(param), copy=True), param, spec))
 
     def _send_momentum(self, owners: ReplicaOwners, put: Any) -> None:
         params, spec = owners.parameters, spec_of(self._config)
         settle_copies()
         owners.send_state(
-            [spec.momentum_dtype(param) for param in params],
-            get=lambda index: self.state[params[index]]["momentum_buffer"].to(params[index].device),
+            [spec.plain_dtype(param) for param in params],
+            get=lambda index: plain_momentum(self.state[params[index]]).to(params[index].device),
             put=lambda index, value: put(params[index], value),
         )
 

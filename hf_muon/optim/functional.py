@@ -55,7 +55,7 @@ class MuonEntry:
 
     Of a `routed` view, an expert whose slice of the gradient is exactly zero (no token reached it) is left as it is,
     like a parameter without gradient: no decay, no update, its momentum kept. `name` seeds random bits; `rows` are
-    NorMuon's statistics in storage layout.
+    NorMuon's statistics in storage layout, `scales` those of a momentum that rests as codes.
     """
 
     param: Tensor
@@ -64,6 +64,7 @@ class MuonEntry:
     view: MatrixView
     name: str = ""
     rows: Tensor | None = None
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from .advice import GIB, Recommendation, recommend
 from .census import Census, take_census
 from .memory import COMPUTE, MASTER, LayoutMemory, gathered_elements, memory_table
 from .model_source import build_meta_model, resolve_model
+from .variants import variant_table
 from .wire import naive_wire_elements, payload_elements, wire_elements
 from .zero import MUON_STATE_BYTES, zero_table
 
@@ -116,6 +117,7 @@ class Plan:
                 name: None if found is None else found.peak for name, found in self.activations.items()
             },
             "memory": [row.to_dict() for row in self.memory],
+            "variants": variant_table((p.row for p in self.census.parameters), self.world_size, self.shard),
         }
 
 

@@ -66,6 +66,8 @@ def _write_page(found: Plan, path: Path) -> None:
 
 
 def _print_tables(found: Plan) -> None:
+    from ..report.state_table import state_table
+
     document = found.to_dict()
     total = document["muon_elements"] + document["adamw_elements"]
     grid = f"{found.world_size:,} ranks"
@@ -81,6 +83,8 @@ def _print_tables(found: Plan) -> None:
     results.print()
     results.print(_memory_table(found))
     _print_batch_note(found)
+    results.print()
+    results.print(state_table(document["variants"]))
     results.print()
     advice = document["recommendation"]
     results.print(f"Start with {advice['mode']}: {advice['why']}", markup=False, style="bold")
