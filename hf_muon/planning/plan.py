@@ -155,7 +155,7 @@ def plan(
         Under a second for the shipped models once transformers is imported, also for 4,096 ranks.
     """
     _check(world_size, replicate, micro_batch, seq_len, device_gib)
-    name, config, model = _find(model_or_config)
+    name, config, model = find_model(model_or_config)
     census = take_census(model, include=include, exclude=exclude, matrix_split=matrix_split)
     owners = census.owners(shard=world_size // replicate, replicate=replicate)
     batch, found = None, {}
@@ -172,7 +172,7 @@ def plan(
     return Plan(name, world_size, replicate, census, owners, batch, found, tuple(table), advice)
 
 
-def _find(source: Any) -> tuple[str, Any, nn.Module]:
+def find_model(source: Any) -> tuple[str, Any, nn.Module]:
     """Return name, configuration (None where there is none) and a model, on meta unless it was given."""
     if isinstance(source, nn.Module):
         config = getattr(source, "config", None)
