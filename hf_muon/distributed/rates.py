@@ -127,7 +127,7 @@ def read_rates(path: str | os.PathLike[str]) -> DeviceRates:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no JSON"
         raise ValueError(
-            f"rates must be a file that hf-muon calibrate wrote; got {os.fspath(path)} ({reason}). Run it on the device."
+            f"rates must be a file that hf-muon calibrate wrote; got {os.fspath(path)} ({reason}). Run it once."
         ) from None
     try:
         return _from_dict(data)
@@ -180,10 +180,10 @@ def _from_dict(data: Mapping[str, Any]) -> DeviceRates:
     for row in rows:
         if row.method not in METHODS or not 0 < row.short <= row.long or not 0 < row.seconds < math.inf:
             raise ValueError(f"newton_schulz must hold positive seconds of known forms, not {row}")
-    links = {key: None if data.get(key) is None else float(data[key]) for key in ("link_bytes", "link_latency")}
-    numbers = {"product_flops": float(data["product_flops"]), "memory_bytes": float(data["memory_bytes"])}
-    for key, value in {**numbers, **links}.items():
-        if value is not None and not 0 < value < math.inf:
+    numbers = {key: float(data[key]) for key in ("product_flops", "memory_bytes")}
+    numbers |= {key: float(data[key]) for key in ("link_bytes", "link_latency") if data.get(key) is not None}
+    for key, value in numbers.items():
+        if not 0 < value < math.inf:
             raise ValueError(f"{key} must be above 0, not {value}")
     return DeviceRates(
         device=str(data["device"]),
@@ -192,8 +192,10 @@ def _from_dict(data: Mapping[str, Any]) -> DeviceRates:
         newton_schulz=rows,
         torch=str(data.get("torch", "")),
         threads=int(data.get("threads", 1)),
-        **numbers,
-        **links,
+        product_flops=numbers["product_flops"],
+        memory_bytes=numbers["memory_bytes"],
+        link_bytes=numbers.get("link_bytes"),
+        link_latency=numbers.get("link_latency"),
     )
 
 

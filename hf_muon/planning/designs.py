@@ -74,6 +74,7 @@ class Step:
         self._last_scatter = 0.0
         self._scattered: list[float] = []
         self._gathered: dict[str, float] = {}
+        self._packed: set[str] = set()
 
     def run(self) -> None:
         """Issue forward, backward and optimizer step."""
@@ -122,15 +123,23 @@ class Step:
     def _fetch(self, unit: UnitLoad) -> None:
         if unit.name not in self._gathered:
             self._gathered[unit.name] = self.gather(unit)
+            self._packed.add(unit.name)
 
     def _take(self, unit: UnitLoad) -> None:
         self.time.wait(self._gathered[unit.name])
+        if unit.name in self._packed:
+            self._packed.remove(unit.name)
+            self._copies(2 * self.setting.compute_bytes * self.all_gathered(unit))
 
     # ------------------------------------------------------------------ collectives of a unit
 
     def gather(self, unit: UnitLoad) -> float:
         """Start to gather a unit; return when it is there."""
         return self._all_gather(unit.muon, unit.rest)
+
+    def all_gathered(self, unit: UnitLoad) -> int:
+        """Return the elements that FSDP2 copies from its buffer into parameters; owned matrices stay where they are."""
+        return unit.muon + unit.rest
 
     def reduce(self, unit: UnitLoad) -> None:
         """Start to reduce a unit's gradients."""
@@ -146,9 +155,9 @@ class Step:
         elements, width = muon + rest, self.setting.compute_bytes
         if not elements:
             return self.time.now
+        self._side_copies((MASTER + width) * elements / self.shard.ranks)
         end = self._send("all_gather", SHARD, self.shard, width * elements)
         self._count(SHARD, muon)
-        self._copies((MASTER + width) * elements / self.shard.ranks + 2 * width * elements)
         return end
 
     def _reduce_scatter(self, muon: int, rest: int) -> None:
@@ -199,6 +208,11 @@ class Step:
 
     def _copies(self, num_bytes: float) -> None:
         self.time.compute("copies", num_bytes / self.device.memory_bytes)
+
+    def _side_copies(self, num_bytes: float) -> None:
+        """Copies on the communication stream: on the compute lane only where that does both."""
+        if not self.device.overlaps:
+            self._copies(num_bytes)
 
     @cached_property
     def seconds_of(self) -> dict[str, float]:
@@ -291,7 +305,7 @@ class OwnedMuon(Step):
         width, buckets = self.setting.compute_bytes, self._buckets.get(unit.name, ())
         if not buckets:
             return end
-        self._copies((MASTER + width) * unit.muon / self.shard.ranks)
+        self._side_copies((MASTER + width) * unit.muon / self.shard.ranks)
         published = (self._published[unit.name],)
         for index, bucket in enumerate(buckets):
             joins = self.setting.grouped and index > 0
@@ -299,6 +313,10 @@ class OwnedMuon(Step):
             end = max(end, self._send("broadcast", SHARD, self.shard, size, published, joins=joins))
             self._count(SHARD, bucket.numel)
         return end
+
+    def all_gathered(self, unit: UnitLoad) -> int:
+        """Return the elements of the rest."""
+        return unit.rest
 
     def reduce(self, unit: UnitLoad) -> None:
         """Reduce-scatter the rest; reduce each bucket to its owner, a few units at a time."""

@@ -120,7 +120,13 @@ def find_device(name: str, overrides: Mapping[str, Any] | None = None) -> Simula
     """
     if name not in PRESETS:
         raise ValueError(f"device must be one of {', '.join(PRESETS)}; got {name!r}.{nearest(name, tuple(PRESETS))}")
-    return replace(PRESETS[name], **{key: _figure(key, value) for key, value in (overrides or {}).items()})
+    return replace_figures(PRESETS[name], overrides or {})
+
+
+def replace_figures(device: SimulatedDevice, overrides: Mapping[str, Any]) -> SimulatedDevice:
+    """Return the device with some of its figures replaced; see `find_device`."""
+    figures: dict[str, Any] = {key: _figure(key, value) for key, value in overrides.items()}
+    return replace(device, **figures)
 
 
 def _figure(key: str, value: Any) -> float | int | bool:

@@ -92,6 +92,7 @@ class Simulation:
         micro_batch: sequences per rank.
         seq_len: tokens per sequence.
         checkpointing: layers are computed again in backward.
+        grouped: the broadcasts (and the reductions) of a unit share one latency.
         steps: rows, by ranks and then by design.
     """
 
@@ -100,6 +101,7 @@ class Simulation:
     micro_batch: int
     seq_len: int
     checkpointing: bool
+    grouped: bool
     steps: tuple[SimulatedStep, ...]
 
     @property
@@ -123,6 +125,7 @@ class Simulation:
             "micro_batch": self.micro_batch,
             "seq_len": self.seq_len,
             "checkpointing": self.checkpointing,
+            "grouped": self.grouped,
             "steps": [step.to_dict() for step in self.steps],
             "fastest": [{"ranks": n, "design": self.fastest(n).design} for n in self.ranks],
         }
@@ -138,6 +141,7 @@ def simulate(
     micro_batch: int = MICRO_BATCH,
     seq_len: int = SEQ_LEN,
     checkpointing: bool = True,
+    grouped: bool = False,
     designs: Sequence[str] = tuple(DESIGNS),
     include: tuple[str, ...] = (),
     exclude: tuple[str, ...] = (),
@@ -155,6 +159,7 @@ def simulate(
         micro_batch: sequences per rank.
         seq_len: tokens per sequence.
         checkpointing: layers are computed again in backward.
+        grouped: what if the broadcasts (and the reductions) of a unit were one launch with one latency.
         designs: keys of `DESIGNS`.
         include: as in `tag_parameters`, like the two that follow.
         exclude: regexes.
@@ -174,11 +179,11 @@ def simulate(
     name, config, model = find_model(model_or_config)
     census = take_census(model, include=include, exclude=exclude, matrix_split=matrix_split)
     load = read_workload(model, config, census, micro_batch=micro_batch, seq_len=seq_len)
-    setting = Setting(load, found, found.network, checkpointing=checkpointing)
+    setting = Setting(load, found, found.network, checkpointing=checkpointing, grouped=grouped)
     steps: list[SimulatedStep] = []
     for count in dict.fromkeys(ranks):
         steps += _simulate_ranks(setting, census, count, shard or found.ranks_per_node, designs)
-    return Simulation(name, found, micro_batch, seq_len, checkpointing, tuple(steps))
+    return Simulation(name, found, micro_batch, seq_len, checkpointing, grouped, tuple(steps))
 
 
 def simulate_step(design: str, setting: Setting, owners: OwnershipPlan) -> SimulatedStep:
