@@ -138,7 +138,7 @@ class Step:
         return self._all_gather(unit.muon, unit.rest)
 
     def all_gathered(self, unit: UnitLoad) -> int:
-        """Return the elements that FSDP2 copies from its buffer into parameters; owned matrices stay where they are."""
+        """Return the elements that are copied from a buffer into parameters; owned matrices stay where they are."""
         return unit.muon + unit.rest
 
     def reduce(self, unit: UnitLoad) -> None:
