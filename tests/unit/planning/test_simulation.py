@@ -208,9 +208,10 @@ def test_large_models_and_the_time_it_takes():
         for design in ("dmuon-z2", "dmuon-z3"):
             owned = found.find(design, ranks)
             assert owned.step_seconds < naive.step_seconds
-            # Once in the job: the busiest owner has its share of what every rank of naive Muon does.
+            # Once in the job: an owner has its share of what every rank of naive Muon does. The slowest rank may own
+            # more elements instead of more Newton-Schulz.
             share = naive.newton_schulz_seconds / ranks
-            assert owned.newton_schulz_seconds == pytest.approx(owned.imbalance * share, rel=1e-9)
+            assert 0.8 * share < owned.newton_schulz_seconds <= owned.imbalance * share * (1 + 1e-9)
     assert found.find("dmuon-hsdp", 8) is None
     last = found.find("dmuon-z3", 4096)
     assert last.idle_ranks == 4096 - 252 and {"latency", "idle ranks"} <= set(last.limits)
