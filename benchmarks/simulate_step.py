@@ -3,21 +3,24 @@
 
     python benchmarks/simulate_step.py --json benchmarks/results/simulate_step.json
 
-For each number of ranks: measure products, AdamW, Newton-Schulz and collectives while all ranks run; then the steps of
-`fsdp2_step.py`; then simulate the same steps from the rates. On a CPU communication runs on the cores that compute, so
-nothing overlaps in the simulation. The forward and backward of an unsharded model give the rate of the passes; every
-other term is put together from rates that know nothing of the model.
+For each number of ranks the steps of `fsdp2_step.py` take turns with what they are made of: forward and backward of a
+plain model, AdamW, Newton-Schulz of one shape, all ranks busy alike; collectives are measured before, by size. The
+simulation puts the steps together from these. On a CPU communication runs on the cores that compute, so nothing
+overlaps in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
+import statistics
 import tempfile
+import time
 import warnings
-from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_muon.planning.calibration import KINDS, calibrate, collective_line, timed
+from hf_muon.distributed.rates import NS_STEPS, DeviceRates, ShapeSeconds, device_name
+from hf_muon.orthogonalize import newton_schulz, resolve_method
+from hf_muon.planning.calibration import KINDS, collective_line
 from hf_muon.planning.census import take_census
 from hf_muon.planning.designs import ADAMW_BYTES, Setting
 from hf_muon.planning.devices import SimulatedDevice
@@ -37,88 +42,107 @@ from hf_muon.planning.workload import read_workload
 
 DESIGNS = {"adamw z3": "adamw-fsdp2", "muon gathered": "naive", "dmuon z3": "dmuon-z3", "dmuon z2": "dmuon-z2"}
 CPU = torch.device("cpu")
+BATCH = 4  # matrices orthogonalized together by the probe
 
 
-def slowest(seconds: float) -> float:
-    """Return the largest of all ranks' values. Collective."""
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value.item()
+class Probe:
+    """What the steps are made of, timed in turn with them: passes of a plain model, AdamW, Newton-Schulz by shape."""
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        model = Model(options.vocabulary, options.hidden, options.layers)
+        self.census = take_census(model)
+        self.load = read_workload(model, None, self.census, micro_batch=options.batch, seq_len=options.seq)
+        ids = torch.randint(options.vocabulary, (options.batch, options.seq + 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.runs: dict = {"passes": lambda: model(ids).backward(), "adamw": optimizer.step}
+        for _, m, n in sorted({shape for parts in self.load.parts.values() for shape in parts}):
+            matrices = torch.randn(BATCH, m, n)
+            self.runs[m, n] = partial(newton_schulz, matrices)
+        self.seconds: dict = {name: [] for name in self.runs}
 
-def measure_rates(options: argparse.Namespace) -> tuple[SimulatedDevice, MeasuredNetwork]:
-    """Measure what the simulation needs, on all ranks at once. Collective."""
-    rates = calibrate(CPU, seconds=options.rate_seconds)
-    shared = [rates.to_dict()]
-    dist.broadcast_object_list(shared)  # the clocks of ranks differ: all simulate with rank 0's
-    network = MeasuredNetwork({kind: collective_line(kind, CPU, 2.0) for kind in KINDS})
-    model = Model(options.vocabulary, options.hidden, options.layers)
-    load = read_workload(model, None, take_census(model), micro_batch=options.batch, seq_len=options.seq)
-    ids = torch.randint(options.vocabulary, (options.batch, options.seq + 1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    dist.barrier()
-    passes = slowest(timed(lambda: model(ids).backward(), CPU, options.rate_seconds / 4))
-    adamw = slowest(timed(optimizer.step, CPU, options.rate_seconds / 8))
-    flops = 3 * sum(unit.forward_flops for unit in (load.root, *load.layers))
-    device = SimulatedDevice(
-        platform.machine(),
-        product_flops=rates.product_flops,
-        memory_bytes=ADAMW_BYTES * (load.muon + load.rest) / adamw,
-        intra_bytes=1.0,  # the measured network stands in for these
-        inter_bytes=1.0,
-        pass_share=flops / passes / rates.product_flops,
-        device_type="cpu",
-        overlaps=False,
-        rates=rates,
-    )
-    return device, network
+    def turn(self) -> None:
+        """Time everything once. Every rank is busy with the same meanwhile."""
+        for name, run in self.runs.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            run()
+            self.seconds[name].append(time.perf_counter() - begin)
+
+    def device(self) -> SimulatedDevice:
+        """Return the rates of the slowest rank. Collective."""
+        medians = torch.tensor([statistics.median(times[2:]) for times in self.seconds.values()], dtype=torch.float64)
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        found = dict(zip(self.seconds, medians.tolist(), strict=True))
+        rows = []
+        for m, n in (name for name in found if not isinstance(name, str)):
+            sides = sorted((m, n))
+            rows.append(ShapeSeconds(*sides, resolve_method("gram", m, n, NS_STEPS), found[m, n] / BATCH))
+        flops = 3 * sum(unit.forward_flops for unit in (self.load.root, *self.load.layers))
+        elementwise = ADAMW_BYTES * (self.load.muon + self.load.rest) / found["adamw"]
+        rates = DeviceRates(device_name(CPU), "cpu", "float32", flops / found["passes"], elementwise, tuple(rows))
+        return SimulatedDevice(
+            platform.machine(),
+            product_flops=rates.product_flops,
+            memory_bytes=rates.memory_bytes,
+            intra_bytes=1.0,  # the measured network stands in for these
+            inter_bytes=1.0,
+            pass_share=1.0,
+            device_type="cpu",
+            overlaps=False,
+            rates=rates,
+        )
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
     """Measure and simulate on this rank; rank 0 writes what it found."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of collectives that older torch lacks
+    logging.getLogger("hf_muon").setLevel(logging.ERROR)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
     store = dist.FileStore(os.path.join(folder, "store"), options.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     try:
         load_before = os.getloadavg()
-        device, network = measure_rates(options)
-        steps = real_steps(options)
-        model = Model(options.vocabulary, options.hidden, options.layers)
-        census = take_census(model)
-        load = read_workload(model, None, census, micro_batch=options.batch, seq_len=options.seq)
-        setting = Setting(load, device, network, compute_bytes=4, reduce_bytes=4, checkpointing=False)
-        owners = census.owners(shard=options.ranks)
+        probe = Probe(options)
+        network = MeasuredNetwork({kind: collective_line(kind, CPU, 2.0) for kind in KINDS})
+        steps = real_steps(options, probe)
+        device = probe.device()
+        setting = Setting(probe.load, device, network, compute_bytes=4, reduce_bytes=4, checkpointing=False)
+        owners = probe.census.owners(shard=options.ranks)
         rows = []
         for variant, seconds in steps.items():
             found = simulate_step(DESIGNS[variant], setting, owners)
             error = found.step_seconds / seconds["step_seconds"] - 1
             rows.append({"ranks": options.ranks, "variant": variant, "error": error, "measured": seconds})
-            rows[-1]["simulated"] = replace(found, overhead=0.0).to_dict()
+            rows[-1]["simulated"] = found.to_dict()
         if rank == 0:
-            base = {
-                key: next(r[key]["step_seconds"] for r in rows if r["variant"] == "adamw z3")
-                for key in ("measured", "simulated")
-            }
-            for row in rows:
-                for key, seconds in base.items():
-                    row[f"{key}_over_adamw"] = row[key]["step_seconds"] / seconds
-            found = {"rows": rows, "device": device.to_dict(), "network": dict(network.lines)}
-            found |= {"rates": device.rates.to_dict() if device.rates else None}
-            found |= {"load_average_before": load_before, "load_average_after": os.getloadavg()}
+            compare_with_adamw(rows)
+            result = {"rows": rows, "rates": device.rates.to_dict() if device.rates else None}
+            result |= {"collectives_seconds_and_seconds_per_byte": dict(network.lines)}
+            result |= {"load_average_before": load_before, "load_average_after": os.getloadavg()}
             with open(os.path.join(folder, "result.json"), "w") as file:
-                json.dump(found, file)
+                json.dump(result, file)
     finally:
         dist.destroy_process_group()
 
 
-def real_steps(options: argparse.Namespace) -> dict[str, dict]:
-    """Return the measured seconds of each variant; the variants take turns. Collective."""
+def compare_with_adamw(rows: list[dict]) -> None:
+    """Add each row's step over AdamW's, measured and simulated, and drop the overhead that had no baseline."""
+    base = next(row for row in rows if row["variant"] == "adamw z3")
+    for row in rows:
+        for key in ("measured", "simulated"):
+            row[f"{key}_over_adamw"] = row[key]["step_seconds"] / base[key]["step_seconds"]
+    for row in rows:
+        row["simulated"]["overhead"] = row["simulated_over_adamw"] - 1
+
+
+def real_steps(options: argparse.Namespace, probe: Probe) -> dict[str, dict]:
+    """Return the measured seconds of each variant; the variants and the probe take turns. Collective."""
     mesh = init_device_mesh("cpu", (options.ranks,))
     generator = torch.Generator().manual_seed(dist.get_rank())
     runs = [Run(variant, options, CPU, mesh) for variant in DESIGNS]
     for _ in range(options.steps + 2):
         ids = torch.randint(options.vocabulary, (options.batch, options.seq + 1), generator=generator)
+        probe.turn()
         for run in runs:
             dist.barrier()
             run.step(ids)
@@ -154,7 +178,6 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rate-seconds", type=float, default=12.0, help="time for the rates, about half of the whole")
     parser.add_argument("--note", default="", help="what else the machine was doing, for the JSON")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()

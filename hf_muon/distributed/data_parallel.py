@@ -285,24 +285,7 @@ def dedicate_replicas(
     if grid.size == 1:
         return reason or "the process group has one rank"
     try:
-        _check_dense(ddp)
-        measured = None if rates is None else read_rates(rates)
-        if measured is not None and grid.position == 0:
-            warn_of_other_device(measured, device, ns_dtype)
-        rows = [
-            Matrix.of_parameter(
-                name,
-                p.shape,
-                _layer_of(name),
-                view=getattr(p, "muon_view", None),
-                element_size=p.element_size(),
-                rates=measured,
-            )
-            for name, p in matrices.items()
-        ]
-        dtypes = sorted({str(parameter.dtype) for parameter in matrices.values()})
-        settings = f"ddp {dtypes} {reason}" + ("" if measured is None else f" rates {measured.digest()}")
-        plan = build_plan(rows, shard=grid.size, settings=settings)
+        plan = _make_plan(ddp, matrices, grid, reason, rates, ns_dtype)
     except Exception as error:
         try:
             compare_ranks(comm, None, True)
@@ -321,6 +304,34 @@ def dedicate_replicas(
         owners.slot.owners = owners
     _OWNERS[ddp] = owners
     return owners
+
+
+def _make_plan(
+    ddp: DistributedDataParallel,
+    matrices: Mapping[str, nn.Parameter],
+    grid: RankGrid,
+    reason: str | None,
+    rates: str | os.PathLike[str] | None,
+    ns_dtype: str,
+) -> OwnershipPlan:
+    _check_dense(ddp)
+    measured = None if rates is None else read_rates(rates)
+    if measured is not None and grid.position == 0:
+        warn_of_other_device(measured, next(ddp.module.parameters()).device, ns_dtype)
+    rows = [
+        Matrix.of_parameter(
+            name,
+            p.shape,
+            _layer_of(name),
+            view=getattr(p, "muon_view", None),
+            element_size=p.element_size(),
+            rates=measured,
+        )
+        for name, p in matrices.items()
+    ]
+    dtypes = sorted({str(parameter.dtype) for parameter in matrices.values()})
+    settings = f"ddp {dtypes} {reason}" + ("" if measured is None else f" rates {measured.digest()}")
+    return build_plan(rows, shard=grid.size, settings=settings)
 
 
 def find_replica_owners(model: nn.Module) -> ReplicaOwners | None:

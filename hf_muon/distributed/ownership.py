@@ -74,10 +74,8 @@ class Matrix:
         shape = tuple(shape)
         batch = shape[0] if len(shape) == 3 else 1
         parts = view.matrix_shapes(shape) if view is not None else [(batch, *shape[-2:])]
-        if rates is None:
-            cost: float = sum(ns_flops(m, n, batch=count) for count, m, n in parts)
-        else:
-            cost = sum(rates.seconds(m, n, count) for count, m, n in parts)
+        work: Callable[..., float] = ns_flops if rates is None else rates.seconds
+        cost = sum(work(m, n, batch=count) for count, m, n in parts)
         # A flattened convolution has three axes as well, but is one matrix.
         experts = batch if parts[0][0] == batch else 1
         return cls(name, shape, unit, cost, element_size, experts)
@@ -93,10 +91,7 @@ class Matrix:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -63,18 +63,7 @@ def plan(
         raise UsageError("--set and --grouped are for --simulate. Add --simulate.")
     simulated = None
     if simulate:
-        simulated = run_simulation(
-            model,
-            world_size=world_size,
-            replicate=replicate,
-            micro_batch=micro_batch,
-            seq_len=seq_len,
-            checkpointing=checkpointing,
-            device=device,
-            figures=figures or (),
-            rates=rates,
-            grouped=grouped,
-        )
+        simulated = run_simulation(model, found, checkpointing, device, figures or (), grouped)
     if html is not None:
         _write_page(found, html, simulated)
     if json:

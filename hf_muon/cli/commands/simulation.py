@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...config import nearest
@@ -12,6 +11,7 @@ from ..console import results
 from ..errors import UsageError
 
 if TYPE_CHECKING:
+    from ...planning.plan import Plan
     from ...planning.simulation import SimulatedStep, Simulation
 
 PARTS = {
@@ -24,51 +24,38 @@ PARTS = {
 
 
 def run_simulation(
-    model: str,
-    *,
-    world_size: int,
-    replicate: int,
-    micro_batch: int | None,
-    seq_len: int | None,
-    checkpointing: bool,
-    device: str,
-    figures: Sequence[str],
-    rates: Path | None,
-    grouped: bool,
+    model: str, planned: Plan, checkpointing: bool, device: str, figures: Sequence[str], grouped: bool
 ) -> Simulation:
-    """Return the simulation for 8 to 4,096 ranks and for `world_size`.
+    """Return the simulation for 8 to 4,096 ranks and for those of the plan.
 
     Args:
         model: MODEL.
-        world_size: one more number of ranks.
-        replicate: replicas at `world_size`; above 1 it sets the shard group's size for all numbers of ranks.
-        micro_batch: sequences per rank; None: the simulation's own.
-        seq_len: tokens per sequence; None: the simulation's own.
+        planned: its ranks are one more number of ranks; replicas set the shard group's size for all of them; batch and
+            measured rates are taken over.
         checkpointing: layers are computed again in backward.
         device: a preset.
-        figures: KEY=VALUE, replacing figures of the preset or of the file.
-        rates: file of measured rates.
+        figures: KEY=VALUE, replacing figures of the preset or of the measured rates.
         grouped: the broadcasts of a unit share one latency.
 
     Raises:
         UsageError: anything that cannot be simulated.
     """
-    from ...distributed.rates import read_rates
     from ...planning.devices import find_device, replace_figures
     from ...planning.simulation import MICRO_BATCH, RANKS, SEQ_LEN, simulate
 
+    micro_batch, seq_len = planned.batch[:2] if planned.batch is not None else (MICRO_BATCH, SEQ_LEN)
     try:
         found = find_device(device)
-        if rates is not None:
-            found = found.with_rates(read_rates(rates))
+        if planned.rates is not None:
+            found = found.with_rates(planned.rates)
         found = replace_figures(found, _pairs(figures))  # what the user states wins over what was measured
         return simulate(
             model,
-            ranks=sorted({*RANKS, world_size}),
+            ranks=sorted({*RANKS, planned.world_size}),
             device=found,
-            shard=world_size // replicate if replicate > 1 else None,
-            micro_batch=micro_batch or MICRO_BATCH,
-            seq_len=seq_len or SEQ_LEN,
+            shard=planned.shard if planned.replicate > 1 else None,
+            micro_batch=micro_batch,
+            seq_len=seq_len,
             checkpointing=checkpointing,
             grouped=grouped,
         )
