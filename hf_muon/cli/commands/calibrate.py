@@ -64,14 +64,15 @@ def _measure(kind: str, ranks: int, seconds: float, dtype: str, speaks: bool) ->
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    if ranks > 1:
+    starts_group = ranks > 1 and not dist.is_initialized()
+    if starts_group:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     try:
         return measure(device, seconds=seconds, dtype=dtype, on_row=tell)
     except ValueError as error:
         raise UsageError(str(error)) from None
     finally:
-        if ranks > 1:
+        if starts_group:
             dist.destroy_process_group()
 
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-muon calibrate`, and what `hf-muon plan` makes of its file."""
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
+import os
 
 import pytest
+import torch.distributed as dist
 
 from hf_muon.cli.app import main
 from hf_muon.distributed.rates import read_rates
+from tests.support.worker_pool import run_on_ranks
 
 
 def call(*words):
@@ -94,25 +97,21 @@ def test_bad_calibration_is_one_line_with_code_2(words, message, capsys):
     assert said.out == "" and said.err.count("\n") == 1 and message in said.err
 
 
+def calibrate_as_torchrun_does(path):
+    """Run the command on this rank with the environment of torchrun; return what it printed."""
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+    words = ["calibrate", "--device", "cpu", "--dtype", "float32", "--seconds", "0.5", "--json", "--output", path]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+            main(words)
+    finally:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    return printed.getvalue()
+
+
 def test_two_ranks_measure_their_link(tmp_path):
-    command = [
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-        sys.executable,
-        "-c",
-        "from hf_muon.cli.app import main; main()",
-    ]
-    words = ["calibrate", "--device", "cpu", "--dtype", "float32", "--seconds", "0.5", "--json", "--output"]
     path = tmp_path / "rates.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command, *words, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)  # of rank 0 alone
+    first, second = run_on_ranks(2, calibrate_as_torchrun_does, str(path))
     rates = read_rates(path)
-    assert document == rates.to_dict()
+    assert json.loads(first) == rates.to_dict() and second == ""
     assert rates.link_bytes > 1e5 and 0 < rates.link_latency < 5
