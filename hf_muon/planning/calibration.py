@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..distributed.rates import METHODS, NS_STEPS, DeviceRates, ShapeSeconds, device_name
 from ..orthogonalize import newton_schulz, ns_flops, resolve_dtype, resolve_method
 
+Clock = Callable[[], float]
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 ASPECTS = (1, 4)
 BATCH_BYTES = 64 * 2**20  # a batch of equal matrices as owners have it, in float32
@@ -98,24 +99,27 @@ def link_rates(device: torch.device) -> tuple[float | None, float | None]:
     return (ranks - 1) / ranks / per_byte, max(latency, 1e-9) / (ranks - 1)
 
 
-def collective_line(kind: str, device: torch.device, budget: float = 1.0) -> tuple[float, float]:
+def collective_line(
+    kind: str, device: torch.device, budget: float = 1.0, clock: Clock = time.perf_counter
+) -> tuple[float, float]:
     """Return (seconds of the smallest one, seconds per byte of the whole buffer) of a collective. Collective.
 
     Args:
         kind: of `KINDS`.
         device: where the buffers live.
         budget: seconds to spend.
+        clock: what counts the seconds; `time.process_time` for the CPU's.
     """
     ranks = dist.get_world_size()
     large = LINK_BYTES.get(device.type, LINK_BYTES["cpu"]) // (4 * ranks) * ranks
-    times = [_collective_seconds(kind, elements, device, budget / 2) for elements in (ranks, large)]
+    times = [_collective_seconds(kind, elements, device, budget / 2, clock) for elements in (ranks, large)]
     found = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     small, whole = found.tolist()
     return small, max(whole - small, 1e-12) / (4 * large)
 
 
-def _collective_seconds(kind: str, elements: int, device: torch.device, budget: float) -> float:
+def _collective_seconds(kind: str, elements: int, device: torch.device, budget: float, clock: Clock) -> float:
     ranks = dist.get_world_size()
     whole = torch.zeros(elements, device=device)
     part = torch.zeros(elements // ranks, device=device)
@@ -136,13 +140,10 @@ def _collective_seconds(kind: str, elements: int, device: torch.device, budget: 
     first = torch.tensor([timed(one, device, 0.0)], dtype=torch.float64, device=device)
     dist.all_reduce(first, op=dist.ReduceOp.MAX)
     repeats = max(_MIN_REPEATS, min(_MAX_REPEATS, int(budget / max(first.item(), 1e-6))))
-    return statistics.median(_once(one, device) for _ in range(repeats)) - (
-        _barrier_seconds(device) if kind in ("broadcast", "reduce") else 0.0
-    )
-
-
-def _barrier_seconds(device: torch.device) -> float:
-    return statistics.median(_once(dist.barrier, device) for _ in range(5))
+    seconds = statistics.median(_once(one, device, clock) for _ in range(repeats))
+    if kind in ("broadcast", "reduce"):
+        seconds -= statistics.median(_once(dist.barrier, device, clock) for _ in range(5))
+    return seconds
 
 
 def timed(run: Callable[[], object], device: torch.device, budget: float) -> float:
@@ -155,12 +156,12 @@ def timed(run: Callable[[], object], device: torch.device, budget: float) -> flo
     return statistics.median(times)
 
 
-def _once(run: Callable[[], object], device: torch.device) -> float:
+def _once(run: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter) -> float:
     _synchronize(device)
-    begin = time.perf_counter()
+    begin = clock()
     run()
     _synchronize(device)
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def _synchronize(device: torch.device) -> None:
