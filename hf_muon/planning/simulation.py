@@ -14,7 +14,6 @@ from ..distributed.rates import DeviceRates, read_rates
 from .census import Census, take_census
 from .designs import AllToAllMuon, GatheredMuon, KeptMuon, OwnedMuon, Setting, Step
 from .devices import SimulatedDevice, find_device
-from .network import Network
 from .plan import find_model
 from .workload import read_workload
 
@@ -269,4 +268,4 @@ def _check(ranks: Sequence[int], shard: int | None, micro_batch: int, seq_len: i
             raise ValueError(f"designs must be of {', '.join(DESIGNS)}; got {name!r}.{nearest(name, tuple(DESIGNS))}")
 
 
-__all__ = ["DESIGNS", "RANKS", "Network", "SimulatedStep", "Simulation", "simulate", "simulate_step"]
+__all__ = ["DESIGNS", "RANKS", "SimulatedStep", "Simulation", "simulate", "simulate_step"]
