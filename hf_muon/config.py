@@ -76,6 +76,7 @@ class MuonConfig:
         None, "MuonClip: threshold on the attention logit of a head, for instance 100; off"
     )
     dmuon: str = _option("auto", "dedicated owners under FSDP2: auto, z2, z3 or off")
+    rates: str | None = _option(None, "file of hf-muon calibrate: owners are balanced by measured seconds, not FLOPs")
     momentum_dtype: str = _option(
         "float32", "dtype the momentum rests in: float32; bfloat16, rounded stochastically; int8, by bitsandbytes"
     )
@@ -211,6 +212,8 @@ class MuonConfig:
             )
 
     def _check_patterns(self) -> None:
+        if self.rates is not None and not isinstance(self.rates, str):
+            raise TypeError(f"rates must be the path of a file; got {self.rates!r}.")
         for name in ("include", "exclude"):
             for pattern in getattr(self, name):
                 try:

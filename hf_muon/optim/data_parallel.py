@@ -72,7 +72,7 @@ class SharedWork:
         reason = "dmuon=off" if self._config.dmuon == "off" else None
         if reason is None and self._config.normuon:
             reason = "normuon keeps statistics per row, which a checkpoint of rank 0 would miss"
-        found = dedicate_replicas(ddp, matrices, reason)
+        found = dedicate_replicas(ddp, matrices, reason, rates=self._config.rates, ns_dtype=self._config.ns_dtype)
         self._answers[ddp] = not isinstance(found, str)
         if isinstance(found, str):
             logger.info("No owners under DDP: %s. Every rank orthogonalizes every matrix.", found)
