@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-Observer = Callable[[str, Any, Any, Any, Any, dict[str, Any]], None]
+Observer = Callable[[str, Any, Any, Any, Any, dict[str, Any]], Any]
 _observers: list[Observer] = []
 
 
@@ -21,7 +21,8 @@ def observe_attention(observer: Observer) -> Callable[[], None]:
 
     Args:
         observer: `name` is the attention implementation; query (B, H, L, d) and key (B, KV, S, d) carry their
-            positions; `mask` is what the function gets; `options` are its keywords.
+            positions; `mask` is what the function gets; `options` are its keywords. What it returns, unless that is
+            None, takes the place of `query`.
 
     Returns:
         A function that ends it.
@@ -52,7 +53,8 @@ def _observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
     ) -> Any:
         for observer in tuple(_observers):
-            observer(name, module, query, key, attention_mask, options)
+            other = observer(name, module, query, key, attention_mask, options)
+            query = query if other is None else other
         return function(module, query, key, value, attention_mask, *args, **options)
 
     return attention

@@ -75,6 +75,9 @@ class MuonConfig:
     qk_clip: float | None = _option(
         None, "MuonClip: threshold on the attention logit of a head, for instance 100; off"
     )
+    qk_clip_exact: bool = _option(
+        False, "true: qk_clip measures after the update, in one more forward pass; no logit stays above"
+    )
     dmuon: str = _option("auto", "dedicated owners under FSDP2: auto, z2, z3 or off")
     momentum_dtype: str = _option(
         "float32", "dtype the momentum rests in: float32, or bfloat16 rounded stochastically"
@@ -193,7 +196,9 @@ class MuonConfig:
             _check_number(name, value := getattr(self, name))
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} must lie in [0, 1); got {value!r}.")
-        for name in ("nesterov", "normuon"):
+        if self.qk_clip_exact and self.qk_clip is None:
+            raise ValueError("qk_clip_exact must come with a threshold; got none. Set qk_clip=100, for instance.")
+        for name in ("nesterov", "normuon", "qk_clip_exact"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false; got {getattr(self, name)!r}.")
         for name, least in (("ns_steps", 1), ("rounding_seed", 0), ("diagnostics", 0)):

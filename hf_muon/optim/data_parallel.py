@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..config import MuonConfig
+from .finite_guard import agree_over_meshes
 from .momentum_storage import settle_copies
 from .notices import inform_once, logger
 from .state_spec import spec_of
+from .tensor_layout import is_dtensor
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -176,6 +178,19 @@ class SharedWork:
                 f"{label}.grad must be reduced over ranks before step(); got one that DDP did not reduce. Run the"
                 " forward through the DistributedDataParallel module, the last one of a step outside no_sync()."
             )
+
+    def _largest_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks that train these parameters. Collective; may work in place.
+
+        Those are the ranks of their meshes, else of the DDP model that has them, else all of the job.
+        """
+        params = [param for _, param, _ in self._labelled_params()]
+        if any(is_dtensor(param) for param in params):
+            return agree_over_meshes(values, params)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            group = next((ddp.process_group for ddp in self._answers or ()), None)
+            torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group)
+        return values
 
     def _send_weights(self) -> list[Exchange]:
         """Start to send updated matrices to all ranks. Collective. Forget what was gathered for a checkpoint."""

@@ -161,7 +161,7 @@ def nonfinite_flag(grads: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def agree_over_meshes(flag: Tensor, params: Iterable[Tensor]) -> Tensor:
-    """Return the largest flag over all ranks that share DTensor parameters; collective if there are any."""
+    """Return the (elementwise) largest flag over all ranks that share DTensor parameters; collective if any."""
     from torch.distributed.tensor import DTensor, Partial
 
     meshes = []
