@@ -14,6 +14,7 @@ from typing import Any
 
 Observer = Callable[[str, Any, Any, Any, Any, dict[str, Any]], Any]
 _observers: list[Observer] = []
+_wrappers: dict[tuple[str, Callable[..., Any]], Callable[..., Any]] = {}  # one per attention function of transformers
 
 
 def observe_attention(observer: Observer) -> Callable[[], None]:
@@ -46,8 +47,15 @@ def _install() -> None:
     AttentionInterface.get_interface = get_interface
 
 
-@functools.lru_cache(maxsize=64)
 def _observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same wrapper each time; not by a cache of functools, which torch.compile warns about."""
+    key = (name, function)
+    if key not in _wrappers:
+        _wrappers[key] = _wrap(name, function)
+    return _wrappers[key]
+
+
+def _wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any

@@ -78,7 +78,8 @@ class AttentionRecorder:
             present = recorder()
             if present is None or module not in present._names:
                 return None
-            return present.record(how, module, query, key, mask, options)
+            counts = module.training or torch.is_grad_enabled() or present._react is not None
+            return present.record(how, module, query, key, mask, options) if counts else None
 
         weakref.finalize(self, observe_attention(observe))
 
@@ -94,8 +95,6 @@ class AttentionRecorder:
         Raises:
             NotImplementedError: an implementation other than `eager` and `sdpa`; before anything was trained.
         """
-        if self._react is None and not (module.training or torch.is_grad_enabled()):
-            return None
         name = self._names[module]
         heads, _ = self._heads[name]
         if query.shape[1] != heads:

@@ -46,7 +46,8 @@ class ForwardReplay:
         def run(args: tuple[Any, ...], options: dict[str, Any], autocast: tuple[str, torch.dtype, bool]) -> None:
             model, (kind, dtype, enabled) = self._model(), autocast
             if model is not None:
-                with torch.no_grad(), _evaluating(model), torch.autocast(kind, dtype, enabled):
+                eager = torch.compiler.set_stance("force_eager")  # another mode would be compiled for this alone
+                with eager, torch.no_grad(), _evaluating(model), torch.autocast(kind, dtype, enabled):
                     model(*args, **options)
                 for module in model.modules():
                     if isinstance(module, FSDPModule):
