@@ -93,6 +93,7 @@ def wrap(model, mesh, layout):
 
     if layout == "gathered":
         shard()
+        hf_muon.tag_parameters(model)  # its parameters are new ones
         return
     with hf_muon.dedicate_params(model, mesh, reshard_after_forward=layout != "z2"):
         shard()

@@ -64,7 +64,7 @@ def test_accelerate_loops_take_options_from_the_optimizer_block(llama, start, st
 def many_experts(tmp_path_factory):
     """More experts than the tokens of a step reach."""
     torch.manual_seed(0)
-    sizes = {"num_experts": 128, "moe_intermediate_size": 8, "num_hidden_layers": 1, "initializer_range": 0.1}
+    sizes = {"num_experts": 128, "num_local_experts": 128, "moe_intermediate_size": 8, "num_hidden_layers": 1, "initializer_range": 0.1}
     return save(tiny_model("qwen3_moe", vocab_size=jobs.VOCABULARY, **sizes), tmp_path_factory.mktemp("experts"))
 
 
