@@ -162,15 +162,16 @@ def nonfinite_flag(grads: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def agree_over_meshes(flag: Tensor, params: Iterable[Tensor]) -> Tensor:
     """Return the (elementwise) largest flag over all ranks that share DTensor parameters; collective if any."""
-    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import DTensor
 
     meshes = []
     for param in params:
         if is_dtensor(param) and (mesh := cast(DTensor, param).device_mesh) not in meshes:
             meshes.append(mesh)
     for mesh in meshes:
-        placements = [Partial("max")] * mesh.ndim
-        flag = DTensor.from_local(flag.to(mesh.device_type), mesh, placements, run_check=False).full_tensor()
+        flag = flag.to(mesh.device_type)
+        for axis in range(mesh.ndim):
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
     return flag
 
 

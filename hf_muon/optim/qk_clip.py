@@ -112,8 +112,7 @@ class QKClip:
         together = agree(torch.cat([*values, values[0].new_tensor([count, -count])]))
         *largest, counts = together.split([*(value.numel() for value in values), 2])
         self._seen = [
-            AttentionLogits(logits.name, value, logits.rows)
-            for logits, value in zip(self._seen, largest, strict=True)
+            AttentionLogits(logits.name, value, logits.rows) for logits, value in zip(self._seen, largest, strict=True)
         ]
         self.largest = together[:-2].max()
         if self._exact:
@@ -151,7 +150,7 @@ class QKClip:
     def _apply_exactly_(
         self, by_name: Mapping[str, Tensor], passes: Sequence[ForwardPass], mask: Tensor | None, agree: Agree
     ) -> None:
-        """Repeat forward passes, each layer clipped as it runs, until every one of them was seen with the last weights.
+        """Repeat forward passes, each layer clipped as it runs, until every one was seen with the last weights.
 
         One pass settles a step without accumulation: a layer's inputs come from layers that are clipped already.
         """

@@ -122,7 +122,8 @@ def test_ranks_clip_like_one_process(seed, layout, jobs, exact):
             assert largest == pytest.approx(wanted, rel=1e-4)  # later logits follow weights that differ in last bits
             gap = models.distance(start, end, state)
             print(f"{layout} rank {rank}: {gap:.1e} of the movement, logits {largest}")
-            assert gap <= TIGHT
+            # Four gradients are added in another order; their rounding passes Newton-Schulz and the clipped queries.
+            assert gap <= (5 * TIGHT if layout == "hsdp" else TIGHT)
     if len(jobs) == 2:
         assert found[0][1] != found[2][1]
 

@@ -189,8 +189,8 @@ class PartitionedOptimizer(MuonWithAuxAdam):
         )
         for index, (param, grad, momentum) in enumerate(zip(params, flat_grads, momenta, strict=True)):
             for run in runs_between(param.numel(), idle.get(index, ())):
-                parts = (tensor.view(-1).narrow(0, *run) for tensor in (param, grad, momentum))
-                _average_and_decay_(*parts, options)
+                weights, gradient, average = (part.view(-1).narrow(0, *run) for part in (param, grad, momentum))
+                _average_and_decay_(weights, gradient, average, options)
             self._sizes.expect_muon(param)
 
         def read(tensor: int, offset: int, numel: int) -> Tensor:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed without Trainer: `deepspeed.initialize` by hand and Accelerate loops; steps with inf or NaN."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -64,7 +66,13 @@ def test_accelerate_loops_take_options_from_the_optimizer_block(llama, start, st
 def many_experts(tmp_path_factory):
     """More experts than the tokens of a step reach."""
     torch.manual_seed(0)
-    sizes = {"num_experts": 128, "num_local_experts": 128, "moe_intermediate_size": 8, "num_hidden_layers": 1, "initializer_range": 0.1}
+    sizes = {
+        "num_experts": 128,
+        "num_local_experts": 128,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "initializer_range": 0.1,
+    }
     return save(tiny_model("qwen3_moe", vocab_size=jobs.VOCABULARY, **sizes), tmp_path_factory.mktemp("experts"))
 
 
@@ -75,11 +83,13 @@ def test_experts_without_a_token_are_left_alone(many_experts, stage):
     start = {name: value.clone() for name, value in jobs.load(many_experts).state_dict().items()}
     results = cpu_deepspeed.run(jobs.plain_loop, many_experts, jobs.loop_config(stage))
     gap, name = distance(results[0]["history"][-1], jobs.one_process_loop(many_experts), start)
-    assert gap <= MOVEMENT, name
+    # An expert with one token has a gradient of rank one: Newton-Schulz lifts the rounding in its other directions.
+    # Decay of the resting ones would be 1e-2 of the movement.
+    assert gap <= 10 * MOVEMENT, name
     steps = [start, *results[0]["history"]]
     stack = "model.layers.0.mlp.experts.down_proj"
-    rest = [(before[stack] == after[stack]).flatten(1).all(1) for before, after in zip(steps, steps[1:], strict=False)]
+    rest = [(before[stack] == after[stack]).flatten(1).all(1) for before, after in itertools.pairwise(steps)]
     assert all(5 < int(idle.sum()) < 100 for idle in rest)
-    assert any((first & ~second).any() for first, second in zip(rest, rest[1:], strict=False))  # and back again
+    assert any((first & ~second).any() for first, second in itertools.pairwise(rest))  # and back again
     orthogonalized = sum(result["counts"]["ours"] for result in results)
     assert orthogonalized < (jobs.num_matrices(many_experts)[0] - 2 * 5) * jobs.STEPS
