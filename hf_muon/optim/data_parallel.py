@@ -190,6 +190,16 @@ class SharedWork:
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group)
         return values
 
+    def _total_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks of a mesh or of a DDP model, else `values`. Collective; may work in place."""
+        params = [param for _, param, _ in self._labelled_params()]
+        if any(is_dtensor(param) for param in params):
+            return agree_over_meshes(values, params, torch.distributed.ReduceOp.SUM)
+        for ddp in list(self._answers or ())[:1]:
+            values = values.to(next(ddp.parameters()).device)
+            torch.distributed.all_reduce(values, group=ddp.process_group)
+        return values
+
     def _send_weights(self) -> list[Exchange]:
         """Start to send updated matrices to all ranks. Collective. Forget what was gathered for a checkpoint."""
         return [owners.send_weights() for owners in self._replicas if owners.is_active]

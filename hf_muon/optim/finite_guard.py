@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -160,8 +160,14 @@ def nonfinite_flag(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     return largest.isfinite().logical_not().to(device=device, dtype=torch.float32)
 
 
-def agree_over_meshes(flag: Tensor, params: Iterable[Tensor]) -> Tensor:
-    """Return the (elementwise) largest flag over all ranks that share DTensor parameters; collective if any."""
+def agree_over_meshes(flag: Tensor, params: Iterable[Tensor], op: Any = None) -> Tensor:
+    """Return the elementwise largest flag over all ranks that share DTensor parameters; collective if there are any.
+
+    Args:
+        flag: values of this rank; overwritten where they are on the device of the meshes.
+        params: all parameters.
+        op: another reduction than the maximum.
+    """
     from torch.distributed.tensor import DTensor
 
     meshes = []
@@ -171,7 +177,7 @@ def agree_over_meshes(flag: Tensor, params: Iterable[Tensor]) -> Tensor:
     for mesh in meshes:
         flag = flag.to(mesh.device_type)
         for axis in range(mesh.ndim):
-            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
+            torch.distributed.all_reduce(flag, op=op or torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
     return flag
 
 

@@ -241,6 +241,7 @@ class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
                     self._step_adam(index, group, verdict.mask)
             for exchange in sending:
                 exchange.finish()
+            self._diagnostics.add_ranks(len(self.param_groups), self._total_over_ranks)
         if clip is not None:
             clip.apply_(named, verdict, self._largest_over_ranks)
         return loss

@@ -19,6 +19,12 @@ def test_all_variants_resume_to_the_bit_and_equal_one_process(tmp_path, kind):
     assert whole["owned"]
     assert whole["losses"] == pytest.approx(alone["losses"], abs=1e-5)
     assert alone["losses"] != plain["losses"]
+    assert len(whole["diagnostics"]) == len(alone["diagnostics"]) == 2
+    for found, wanted in zip(whole["diagnostics"], alone["diagnostics"], strict=True):
+        assert found.keys() == wanted.keys()
+        for key in ("diag_update_rms_group0", "diag_update_rms_group1", "diag_max_attention_logit"):
+            assert found[key] == pytest.approx(wanted[key], rel=1e-3), key  # over both ranks, whoever owns what
+        assert 0 < found["diag_orthogonality_error"] < 1 <= found["diag_stable_rank"]
     folder = str(tmp_path / "two/checkpoint-2")
     again = jobs.run(jobs.resume, 2, str(tmp_path / "again"), folder, **options)[0]
     assert again["losses"] == whole["losses"][2:]
