@@ -58,3 +58,26 @@ def test_a_checkpoint_of_one_rank_resumes_every_variant_to_the_bit(seed):
         assert same and elsewhere
     for same, elsewhere in run_on_ranks(2, resume, seed, {**options, "normuon": True}):
         assert same and elsewhere
+
+
+def wrap_again(seed):
+    """Four steps; once with a second DDP module around the same model after two of them."""
+    ends = []
+    for change in (False, True):
+        net = make(seed)
+        model = wrap(net)
+        optimizer = hf_muon.OptimizerFactory()(model, **OPTIONS, normuon=True)
+        for step in range(4):
+            if change and step == 2:
+                model = wrap(net)
+                assert optimizer.dedicate_matrices(model)
+            loss_of(model, seed, dist.get_rank(), step, None, False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: p.detach().clone() for name, p in net.named_parameters()})
+    return ends
+
+
+def test_row_statistics_come_home_when_the_model_is_wrapped_again(seed):
+    for straight, changed in run_on_ranks(2, wrap_again, seed):
+        assert all(torch.equal(value, changed[name]) for name, value in straight.items())
