@@ -146,3 +146,24 @@ def too_few_calls(seed):
 def test_a_rank_without_a_pass_to_repeat_stops_all(seed):
     for message in run_on_ranks(2, too_few_calls, seed):
         assert message.startswith("qk_clip_exact must repeat the forward of the model; got a step without a call")
+
+
+def accumulated(seed):
+    """Two micro-batches under Z2, which keeps gathered weights between the repeated passes; logits after the step."""
+    model, mesh = exploding(), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    wrap(model, mesh, "z2")
+    optimizer, found = make_optimizer(model, exact=True), []
+    batches = [tokens(seed, dist.get_rank(), step) for step in range(2)]
+    for ids in batches:
+        (model(input_ids=ids, labels=ids).loss / 2).backward()
+    optimizer.step()
+    for ids in batches:
+        model(input_ids=ids)  # with gradients: the recorder sees it
+        found.append(max(float(logits.largest.max()) for logits in optimizer.qk_clip._source.take()))
+    return found
+
+
+def test_no_micro_batch_of_any_rank_is_above_after_an_exact_step(seed):
+    found = [value for values in run_on_ranks(2, accumulated, seed) for value in values]
+    assert max(found) <= THRESHOLD
+    assert max(found) > 0.9 * THRESHOLD

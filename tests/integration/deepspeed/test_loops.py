@@ -29,7 +29,7 @@ def test_deepspeed_initialize_takes_the_optimizer_of_the_factory(llama, start, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_heads_reach_their_owner_whole_and_are_orthogonalized_apart(llama, start, stage):
     options = {"matrix_split": "per_head"}
     results = cpu_deepspeed.run(jobs.plain_loop, llama, jobs.loop_config(stage), **options)
