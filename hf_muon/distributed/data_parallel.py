@@ -115,18 +115,23 @@ class ReplicaOwners:
         ).start()
 
     def send_state(
-        self, dtypes: Sequence[torch.dtype], get: Callable[[int], Tensor], put: Callable[[int, Tensor], object]
+        self,
+        dtypes: Sequence[torch.dtype],
+        get: Callable[[int], Tensor],
+        put: Callable[[int, Tensor], object],
+        shapes: Sequence[torch.Size] | None = None,
     ) -> None:
-        """Send one tensor of every matrix's shape from its owner to all ranks. Collective.
+        """Send one tensor of every matrix from its owner to all ranks. Collective.
 
         Args:
             dtypes: of the tensors, in plan order.
             get: returns the tensor of a matrix by its index in the plan; called on its owner.
             put: takes one that arrived, a view of a buffer; called on all other ranks.
+            shapes: of the tensors; None: those of the matrices.
         """
-        shapes = [parameter.shape for parameter in self.parameters]
+        shapes = shapes or [parameter.shape for parameter in self.parameters]
         parcels = pack_parcels(self.plan.owners, [shape.numel() for shape in shapes], dtypes)
-        Exchange(self.comm, "gathering of momentum", parcels, shapes, get, put).start().finish()
+        Exchange(self.comm, "gathering of optimizer state", parcels, shapes, get, put).start().finish()
 
     # ------------------------------------------------------------------ gradients
 

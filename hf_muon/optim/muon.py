@@ -229,7 +229,7 @@ class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
         grads = named_gradients(named, self._check_reduced)
         self._sizes = UpdateSize()
         self._diagnostics.begin_step()
-        clip = ready_clip(self._config, self.qk_clip)
+        clip = ready_clip(self._config, self.qk_clip, self._largest_over_ranks)
         params = [param for _, param in named]
         verdict = self._guard.judge(grads, params, self.finite_reducer, self._choose_policy)
         if not verdict.skip:
@@ -245,8 +245,9 @@ class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
                     self._step_adam(index, group, verdict.mask)
             for exchange in sending:
                 exchange.finish()
+            self._diagnostics.add_ranks(len(self.param_groups), self._total_over_ranks)
         if clip is not None:
-            clip.apply_(named, verdict)
+            clip.apply_(named, verdict, self._largest_over_ranks)
         return loss
 
     def _step_muon(self, index: int, group: dict[str, Any], mask: Tensor | None) -> None:

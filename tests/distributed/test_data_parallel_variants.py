@@ -68,9 +68,8 @@ def test_a_checkpoint_of_one_rank_resumes_every_variant_to_the_bit(seed, dtype):
     options = {"momentum_dtype": dtype, "offload": "cpu", "stochastic_rounding": "true"}
     for same, elsewhere in run_on_ranks(2, resume, seed, options):
         assert same and elsewhere
-    # Row statistics are not gathered for a checkpoint: with normuon every rank keeps them all and does all the work.
     for same, elsewhere in run_on_ranks(2, resume, seed, {**options, "normuon": True}):
-        assert same and not elsewhere
+        assert same and elsewhere
 
 
 def wrapped_again(seed):
@@ -106,3 +105,26 @@ def wrapped_again(seed):
 def test_codes_survive_another_wrapping_and_a_load_in_one_process(seed):
     """Every rank gets whole momenta back, then owners again; one process rounds what it loads to the same codes."""
     assert all(run_on_ranks(2, wrapped_again, seed))
+
+
+def wrap_again(seed):
+    """Four steps; once with a second DDP module around the same model after two of them."""
+    ends = []
+    for change in (False, True):
+        net = make(seed)
+        model = wrap(net)
+        optimizer = hf_muon.OptimizerFactory()(model, **OPTIONS, normuon=True)
+        for step in range(4):
+            if change and step == 2:
+                model = wrap(net)
+                assert optimizer.dedicate_matrices(model)
+            loss_of(model, seed, dist.get_rank(), step, None, False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: p.detach().clone() for name, p in net.named_parameters()})
+    return ends
+
+
+def test_row_statistics_come_home_when_the_model_is_wrapped_again(seed):
+    for straight, changed in run_on_ranks(2, wrap_again, seed):
+        assert all(torch.equal(value, changed[name]) for name, value in straight.items())
