@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..tracing import Span, begin_flight, trace
 from .streams import CommunicationStream, Pending
 
 KINDS = ("broadcast", "reduce", "all_reduce", "replicate_broadcast", "replicate_reduce", "control")
@@ -87,13 +90,10 @@ class Communicator:
         """Send each (buffer, shard index of the source) within the shard group, all at once, in list order."""
         if self.grid.shard == 1:
             return Pending(what, [self.stream.mark()])  # the buffers were filled on the side stream
-        self._count("broadcast", *(buffer for buffer, _ in sends))
-        with self.stream.issue():
-            works = [
-                dist.broadcast(buffer, group=self.grid.shard_group, group_src=source, async_op=True)
-                for buffer, source in sends
-            ]
-        return self._pending(what, works, [buffer for buffer, _ in sends])
+        group = self.grid.shard_group
+        return self._start(
+            "broadcast", what, sends, lambda b, i: dist.broadcast(b, group=group, group_src=i, async_op=True)
+        )
 
     def reduce(self, what: str, sends: list[tuple[torch.Tensor, int]]) -> Pending:
         """Sum each (buffer, shard index of the destination) within the shard group, in list order.
@@ -102,42 +102,33 @@ class Communicator:
         """
         if self.grid.shard == 1:
             return Pending(what, [])
-        self._count("reduce", *(buffer for buffer, _ in sends))
-        with self.stream.issue():
-            works = [
-                dist.reduce(buffer, group=self.grid.shard_group, group_dst=target, async_op=True)
-                for buffer, target in sends
-            ]
-        return self._pending(what, works, [buffer for buffer, _ in sends])
+        group = self.grid.shard_group
+        return self._start("reduce", what, sends, lambda b, i: dist.reduce(b, group=group, group_dst=i, async_op=True))
 
     def all_reduce(self, what: str, buffer: torch.Tensor, kind: str = "all_reduce") -> Pending:
         """Sum `buffer` over the shard group; every rank gets the sum."""
         if self.grid.shard == 1:
             return Pending(what, [])
-        self._count(kind, buffer)
-        with self.stream.issue():
-            work = dist.all_reduce(buffer, group=self.grid.shard_group, async_op=True)
-        return self._pending(what, [work], [buffer])
+        group = self.grid.shard_group
+        return self._start(kind, what, [(buffer, -1)], lambda b, _: dist.all_reduce(b, group=group, async_op=True))
 
     def replicate_broadcast(self, what: str, sends: list[tuple[torch.Tensor, int]]) -> Pending:
         """Send each (buffer, replicate index of the source) within the replicate group, in list order."""
         group = self.grid.replicate_group
         if group is None or self.grid.replicate == 1:
             return Pending(what, [])
-        self._count("replicate_broadcast", *(buffer for buffer, _ in sends))
-        with self.stream.issue():
-            works = [dist.broadcast(b, group=group, group_src=source, async_op=True) for b, source in sends]
-        return self._pending(what, works, [buffer for buffer, _ in sends])
+        return self._start(
+            "replicate_broadcast", what, sends, lambda b, i: dist.broadcast(b, group=group, group_src=i, async_op=True)
+        )
 
     def replicate_reduce(self, what: str, sends: list[tuple[torch.Tensor, int]]) -> Pending:
         """Sum each (buffer, replicate index of the destination) within the replicate group, in list order."""
         group = self.grid.replicate_group
         if group is None or self.grid.replicate == 1:
             return Pending(what, [])
-        self._count("replicate_reduce", *(buffer for buffer, _ in sends))
-        with self.stream.issue():
-            works = [dist.reduce(b, group=group, group_dst=target, async_op=True) for b, target in sends]
-        return self._pending(what, works, [buffer for buffer, _ in sends])
+        return self._start(
+            "replicate_reduce", what, sends, lambda b, i: dist.reduce(b, group=group, group_dst=i, async_op=True)
+        )
 
     def gather_bytes(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return the equally long uint8 `payload` of every position of the grid (control traffic)."""
@@ -156,10 +147,28 @@ class Communicator:
         self._pending("comparison of the ownership plans", [work], [tensor, *out]).wait()
         return out
 
-    def _pending(self, what: str, works: list[dist.Work], keep: list[torch.Tensor]) -> Pending:
+    def _start(
+        self,
+        kind: str,
+        what: str,
+        sends: list[tuple[torch.Tensor, int]],
+        issue: Callable[[torch.Tensor, int], dist.Work],
+    ) -> Pending:
+        """Count, issue one collective per buffer, and return their handles."""
+        self._count(kind, *(buffer for buffer, _ in sends))
+        flights = []
+        with trace("issue", what), self.stream.issue():
+            for buffer, peer in sends:
+                flights.append(begin_flight(kind, what, peer, functools.partial(issue, buffer, peer)))
+        works, spans = [work for work, _ in flights], [span for _, span in flights]
+        return self._pending(what, works, [buffer for buffer, _ in sends], spans)
+
+    def _pending(
+        self, what: str, works: list[dist.Work], keep: list[torch.Tensor], spans: Sequence[Span | None] = ()
+    ) -> Pending:
         # NCCL enforces its group's limit itself; a host-side limit would block the host.
         timeout = self.timeout if self.device.type == "cpu" else None
-        return Pending(what, works, tuple(keep), timeout)
+        return Pending(what, works, tuple(keep), timeout, spans)
 
     def _count(self, kind: str, *buffers: torch.Tensor) -> None:
         self._bytes[kind] += sum(buffer.numel() * buffer.element_size() for buffer in buffers)

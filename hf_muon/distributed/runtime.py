@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from .._compat import in_backward, queue_backward_callback
+from ..tracing import Span, begin_span
 from .collectives import Communicator
 from .data_parallel import find_replica_owners
 from .owned import OwnedDTensor
@@ -37,6 +38,13 @@ class UnitState:
         self.is_ready = False  # gradients complete, waiting for its turn
         self.is_prefetched = False
         self.positions: list[int] = []  # in the order of forwards, for backward prefetch
+        self.span: Span | None = None  # of the forward or backward under way, while spans are recorded
+
+    def end_span(self) -> None:
+        """Note that the pass which was begun is over."""
+        if self.span is not None:
+            self.span.finish()
+            self.span = None
 
 
 class DMuonRuntime:
@@ -65,6 +73,7 @@ class DMuonRuntime:
         self._expected: list[Unit] = []  # order of the last complete forward, for prefetch
         self._started: list[Unit] = []  # order of the forward under way
         self._finished: list[Unit] = []  # units in the order their forwards ended
+        self._begun: dict[Unit, None] = {}  # units in the order of their first forwards, of all that wait for backward
         self._root_is_running = False
         self._root_wants_gradients = False
         self._callback_is_queued = False
@@ -89,9 +98,11 @@ class DMuonRuntime:
             self._prefetch_backward(unit)
         elif self._root_is_running:
             self._started.append(unit)
+            self._begun.setdefault(unit)
             self._prefetch_forward()
         if torch.is_grad_enabled() or (self._root_is_running and self._root_wants_gradients):
             state.is_pending = True
+        state.span = begin_span("recomputation" if recomputing else "forward", unit.label)
         # A recomputation whose original forward is still watched must not be watched twice.
         if not torch.is_grad_enabled() or (recomputing and (state.in_backward or state.outstanding)):
             return None
@@ -103,6 +114,7 @@ class DMuonRuntime:
 
     def finish_forward(self, unit: Unit) -> None:
         """Put the owned parameters back; free the copies (Z3)."""
+        self._states[unit].end_span()
         if in_backward():
             return  # backward needs them: the unit's inputs decide
         unit.uninstall()
@@ -118,7 +130,7 @@ class DMuonRuntime:
         self._callback_is_queued = False  # a backward that raised may have left it
         self._started = []
         if not any(state.outstanding for state in self._states.values()):
-            self._finished = []
+            self._finished, self._begun = [], {}
             for state in self._states.values():
                 state.positions.clear()
                 state.in_backward = False
@@ -166,10 +178,12 @@ class DMuonRuntime:
         state.is_prefetched = False
         unit.install()
         self._prefetch_backward(unit)
+        state.span = begin_span("backward", unit.label)
 
     def finish_backward(self, unit: Unit, token: ForwardToken) -> None:
         """Deal with the unit's gradients if this was its last forward: its input's gradient has been computed."""
         state = self._states[unit]
+        state.end_span()
         if token not in state.outstanding:
             return  # of an earlier iteration: the end of backward takes care, in an order all ranks share
         state.outstanding.discard(token)
@@ -187,7 +201,10 @@ class DMuonRuntime:
             unit.accumulate()
 
     def _reduce_ready_units(self) -> None:
-        """Start reductions in the reverse order of forward, however autograd happened to arrive here."""
+        """Start reductions in the reverse order of first forwards, however autograd happened to arrive here.
+
+        A unit around others began before them and is complete after them: it must not hold them up.
+        """
         for unit in self._reduce_order():
             state = self._states[unit]
             if not state.is_ready:
@@ -195,8 +212,7 @@ class DMuonRuntime:
             self._reduce(unit)
 
     def _reduce_order(self) -> list[Unit]:
-        order = dict.fromkeys(reversed(self._finished))
-        return [unit for unit in order if unit.matrices and self._states[unit].is_pending]
+        return [unit for unit in reversed(self._begun) if unit.matrices and self._states[unit].is_pending]
 
     def _reduce(self, unit: Unit) -> None:
         state = self._states[unit]
@@ -216,25 +232,29 @@ class DMuonRuntime:
     def _finish_root_backward(self) -> None:
         """End of the outermost backward: units that no hook completed, then every reduction under way."""
         self._callback_is_queued = False
-        ordered = dict.fromkeys([*reversed(self._finished), *reversed(self.units)])
+        ordered = dict.fromkeys([*reversed(self._begun), *reversed(self.units)])
+        unsent = []  # ran in an earlier micro-batch only: after all others, which may have been reduced long ago
         for unit in ordered:
             state = self._states[unit]
+            state.end_span()
             if state.is_pending or state.in_backward:
                 if not state.is_ready:
                     self._release(unit)
                 self._reduce(unit)
             elif unit.has_unsent and self.requires_gradient_sync:
-                self._reduce(unit)  # ran in an earlier micro-batch only
+                unsent.append(unit)
             else:
                 unit.uninstall()
                 unit.free()
             state.outstanding.clear()
             state.in_backward = state.is_prefetched = False
             state.positions.clear()
+        for unit in unsent:
+            self._reduce(unit)
         for unit in self._reducing:
             unit.finish_reduce()
         self._reducing = []
-        self._finished = []
+        self._finished, self._begun = [], {}
 
     # ------------------------------------------------------------------ the outside
 
@@ -245,7 +265,7 @@ class DMuonRuntime:
             unit.free()
             unit.abandon()
             state.__init__()  # type: ignore[misc]
-        self._started, self._finished, self._reducing = [], [], []
+        self._started, self._finished, self._begun, self._reducing = [], [], {}, []
         self._root_is_running = self._callback_is_queued = False
 
     def reshard(self) -> None:

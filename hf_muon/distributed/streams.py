@@ -9,12 +9,15 @@ only after the compute stream has waited for whatever used it elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from ..tracing import Span, trace
 
 
 class CommunicationStream:
@@ -62,6 +65,7 @@ class Pending:
         works: handles of `torch.distributed`; empty when there was nothing to send.
         keep: tensors that must outlive the operation.
         timeout: how long one wait may block the host (CPU backends only); None: the process group's own limit.
+        spans: one per handle, while spans are recorded.
     """
 
     def __init__(
@@ -70,8 +74,10 @@ class Pending:
         works: Sequence[dist.Work | StreamMark],
         keep: tuple[torch.Tensor, ...] = (),
         timeout: timedelta | None = None,
+        spans: Sequence[Span | None] = (),
     ) -> None:
         self._what, self._works, self._keep, self._timeout = what, works, keep, timeout
+        self._spans = spans or [None] * len(works)
 
     def futures(self) -> list[torch.futures.Future]:
         """Return the futures of the collectives, for whoever waits in another way."""
@@ -85,14 +91,22 @@ class Pending:
         """
         works, self._works = self._works, ()
         try:
-            for work in works:
-                if self._timeout is None:
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
+            with trace("wait", self._what) if works else contextlib.nullcontext():
+                for work, span in zip(works, self._spans, strict=False):
+                    self._wait_for(work, span)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{self._what} must be joined by every rank; got {error}. "
                 "A rank has ended or took another path through the model: look for the first error among the ranks."
             ) from error
         self._keep = ()
+
+    def _wait_for(self, work: dist.Work | StreamMark, span: Span | None) -> None:
+        if span is not None:
+            span.wait()
+        if self._timeout is None:
+            work.wait()
+        else:
+            work.wait(self._timeout)
+        if span is not None:
+            span.finish()

@@ -248,9 +248,11 @@ class Unit:
             if self.reduce_dtype == torch.float16:
                 # Sums of half precision overflow: divide first there, last everywhere else.
                 packed[: bucket.numel].div_(self._comm.grid.size)
-            # Filled by kernels, not copied from the host: a copy would block it.
+            # Filled by kernels, not copied from the host: a copy would block it. Mostly all matrices have gradients.
+            packed[bucket.numel :].fill_(1.0)
             for index, flag in enumerate(flags):
-                packed[bucket.numel + index].fill_(float(flag))
+                if not flag:
+                    packed[bucket.numel + index].zero_()
             self._reductions.append((bucket, packed))
         sends = [(packed, bucket.shard_index) for bucket, packed in self._reductions]
         self._reducing = self._comm.reduce(f"gradient reduction of {self.label}", sends)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..tracing import traced
 from . import compiled
 from .coefficients import Row, coefficient_rows
 from .cost import check_method, check_steps, resolve_method
@@ -125,6 +126,7 @@ def orthogonalize(
     return out
 
 
+@traced("newton_schulz", lambda _, matrices, *__: f"{len(matrices)} x {'x'.join(map(str, matrices[0].shape))}")
 @torch.no_grad()
 def _orthogonalize_into(
     outputs: Sequence[Tensor],

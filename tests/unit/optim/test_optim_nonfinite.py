@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_muon.optim import MuonWithAuxAdam
+from hf_muon.optim.finite_guard import nonfinite_flag
 
 POLICIES = pytest.mark.parametrize("on_device", [None, True], ids=["host", "masked"])
 
@@ -173,3 +174,24 @@ def test_case_20_clipping_acts_on_raw_gradients_with_the_joint_norm(make_model, 
         assert 0.0012 < rms < 0.0028  # 0.2 * lr times singular values in about [0.68, 1.13], rank 6 of 12
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)  # the two clip factors differ by rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_finite_check_finds_one_element_anywhere(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    grads = [
+        torch.randn(37, 41).to(dtype),
+        torch.empty(0, 3, dtype=dtype),
+        torch.full((1003,), limits.max, dtype=dtype),
+    ]
+    grads[0].view(-1)[:2] = torch.tensor([limits.min, 0.0], dtype=dtype)
+    device = torch.device("cpu")
+    assert nonfinite_flag(grads, device) == 0
+    assert nonfinite_flag([grads[1]], device) == 0
+    places = [0, 1, 7, 8, 500, 1002]  # the ends, and both sides of a vector register
+    for bad in (math.inf, -math.inf, math.nan):
+        for place in places:
+            spoilt = grads[2].clone()
+            spoilt[place] = bad
+            assert nonfinite_flag([grads[0], spoilt], device) == 1
+            assert nonfinite_flag([spoilt.view(17, 59).T, grads[0]], device) == 1
