@@ -166,7 +166,6 @@ def test_two_ranks_equal_one_process(seed, model_type, split, conv, dedicated, o
 REPLICAS = [
     ("llama", "per_head", {}),
     ("gpt_neox", "per_head", {}),
-    ("gpt2", "fused", {}),
     ("gpt_oss", "fused", {}),
     ("deepseek_v3", "per_head", ROWS),
 ]
