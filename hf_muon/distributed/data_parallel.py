@@ -25,7 +25,7 @@ from .collectives import Communicator, RankGrid
 from .exchange import Exchange, pack_parcels
 from .owned_gradient import Content, NormTable, OwnedGradient
 from .ownership import Matrix, OwnershipPlan, build_plan
-from .rates import read_rates, warn_of_other_device
+from .rates import read_rates, warn_of_other_device, work_on
 from .streams import Pending
 from .validation import compare_ranks
 
@@ -321,8 +321,10 @@ def _make_plan(
 ) -> OwnershipPlan:
     _check_dense(ddp)
     measured = None if rates is None else read_rates(rates)
+    device = next(ddp.module.parameters()).device
     if measured is not None and grid.position == 0:
-        warn_of_other_device(measured, next(ddp.module.parameters()).device, ns_dtype)
+        warn_of_other_device(measured, device, ns_dtype)
+    work = work_on(device.type, measured)
     rows = [
         Matrix.of_parameter(
             name,
@@ -330,7 +332,7 @@ def _make_plan(
             _layer_of(name),
             view=getattr(p, "muon_view", None),
             element_size=p.element_size(),
-            rates=measured,
+            work=work,
         )
         for name, p in matrices.items()
     ]

@@ -20,7 +20,7 @@ from .collectives import Communicator, RankGrid
 from .hooks import attach_hooks
 from .owned import OwnedDTensor, OwnerLayout, Part, own, own_parameter
 from .ownership import Matrix, OwnershipPlan, build_plan
-from .rates import read_rates, warn_of_other_device
+from .rates import read_rates, warn_of_other_device, work_on
 from .runtime import DMuonRuntime, find_runtime
 from .standard import from_rank_zero
 from .unit import OwnedMatrix, Unit
@@ -269,9 +269,13 @@ def assign_units(model: nn.Module, detached: list[DetachedMatrix]) -> dict[str, 
 
 
 def make_plan(
-    detached: list[DetachedMatrix], homes: dict[str, str], grid: RankGrid, placement: Placement
+    detached: list[DetachedMatrix],
+    homes: dict[str, str],
+    grid: RankGrid,
+    placement: Placement,
+    device_type: str | None = None,
 ) -> OwnershipPlan:
-    """Choose the owners of detached matrices on a grid. Not a collective.
+    """Choose the owners of detached matrices on a grid, by the costs of its kind of device. Not a collective.
 
     Raises:
         ValueError: the file of rates cannot be read.
@@ -279,6 +283,7 @@ def make_plan(
     rates = None if placement.rates is None else read_rates(placement.rates)
     if rates is not None and grid.position == 0:
         warn_of_other_device(rates, _device_of(grid.mesh), placement.ns_dtype)
+    work = work_on(device_type or grid.mesh.device_type, rates)
     rows = []
     for matrix in detached:
         parameter = matrix.parameter
@@ -286,7 +291,7 @@ def make_plan(
         view = getattr(parameter, "muon_view", None)
         rows.append(
             Matrix.of_parameter(
-                matrix.name, parameter.shape, homes[matrix.name], view=view, element_size=dtype.itemsize, rates=rates
+                matrix.name, parameter.shape, homes[matrix.name], view=view, element_size=dtype.itemsize, work=work
             )
         )
     dtypes = sorted({str(matrix.parameter.dtype) for matrix in detached})

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..orthogonalize import ns_flops
-from .rates import DeviceRates
 
 # Spreading a layer over different owners may cost this much balance before pure balance is preferred.
 SPREAD_TOLERANCE = 1.05
@@ -59,7 +58,7 @@ class Matrix:
         *,
         view: Any = None,
         element_size: int = 4,
-        rates: DeviceRates | None = None,
+        work: Callable[..., float] = ns_flops,
     ) -> Matrix:
         """Describe a parameter, its cost that of orthogonalizing all matrices that its view says it holds.
 
@@ -69,12 +68,11 @@ class Matrix:
             unit: FQN of the module that gathers it.
             view: the parameter's `muon_view`; None: the last two axes are one matrix, a leading one is a batch.
             element_size: bytes per element of the owner's copy.
-            rates: measured seconds as the cost; None: FLOPs.
+            work: cost of `batch` matrices (m, n): `work_on` of a device, or the FLOPs of a CPU.
         """
         shape = tuple(shape)
         batch = shape[0] if len(shape) == 3 else 1
         parts = view.matrix_shapes(shape) if view is not None else [(batch, *shape[-2:])]
-        work: Callable[..., float] = ns_flops if rates is None else rates.seconds
         cost = sum(work(m, n, batch=count) for count, m, n in parts)
         # A flattened convolution has three axes as well, but is one matrix.
         experts = batch if parts[0][0] == batch else 1

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,11 @@ def _between(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 __all__ = ["NS_STEPS", "DeviceRates", "ShapeSeconds", "device_name", "read_rates", "warn_of_other_device"]
+
+
+def work_on(device_type: str, rates: DeviceRates | None) -> Callable[..., float]:
+    """Return the cost of orthogonalizing `batch` matrices (m, n): measured seconds, else FLOPs of this kind of device.
+
+    Kinds differ: a CPU computes large symmetric products by half.
+    """
+    return functools.partial(ns_flops, device_type=device_type) if rates is None else rates.seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..distributed.ownership import Matrix, OwnershipPlan, build_plan
-from ..distributed.rates import DeviceRates
+from ..distributed.rates import DeviceRates, work_on
 from ..param_groups import MatrixView, ParameterRow, explain_parameters
 from .units import unit_names, unit_of
 
@@ -55,11 +55,12 @@ class Census:
         """Return what the runtime gives owners to, in its order; stacks of experts are one entry each.
 
         Args:
-            rates: measured seconds as the cost; None: FLOPs.
+            rates: measured seconds as the cost; None: FLOPs of a GPU.
         """
+        work = work_on("cuda", rates)
         return [
             Matrix.of_parameter(
-                parameter.row.name, parameter.row.shape, parameter.unit, view=parameter.row.view, rates=rates
+                parameter.row.name, parameter.row.shape, parameter.unit, view=parameter.row.view, work=work
             )
             for parameter in self.parameters
             if parameter.row.is_muon

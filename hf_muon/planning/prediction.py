@@ -143,7 +143,7 @@ class _FakeRun:
             shard()
             placement = Placement(reshard_after_forward=reshard)
             homes = assign_units(self.model, detached)
-            plan = make_plan(detached, homes, comm.grid, placement)
+            plan = make_plan(detached, homes, comm.grid, placement, "cuda")
             everywhere = [True] * comm.grid.size
             self.runtime = start_runtime(self.model, detached, plan, homes, comm, placement, everywhere)
         else:

@@ -17,6 +17,7 @@ from hf_muon.distributed.rates import (
     device_name,
     read_rates,
     warn_of_other_device,
+    work_on,
 )
 from hf_muon.orthogonalize import ns_flops
 from hf_muon.planning.calibration import calibrate
@@ -56,7 +57,7 @@ def test_measured_shapes_give_their_seconds_and_others_lie_between():
 
 
 def test_costs_of_a_plan_are_seconds():
-    matrix = Matrix.of_parameter("w", (3, 64, 256), "", rates=RATES)
+    matrix = Matrix.of_parameter("w", (3, 64, 256), "", work=work_on("cpu", RATES))
     assert matrix.cost == pytest.approx(3 * 2e-3) and matrix.experts == 3
     plan = hf_muon.plan("SmolLM2-135M", world_size=8, rates=RATES).to_dict()
     flops = hf_muon.plan("SmolLM2-135M", world_size=8).to_dict()
