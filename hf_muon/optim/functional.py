@@ -48,6 +48,16 @@ class MuonOptions:
         values["lr"], values["weight_decay"] = float(values["lr"]), float(values["weight_decay"])
         return cls(**values)
 
+    @property
+    def newton_schulz(self) -> dict[str, Any]:
+        """Return the keyword arguments of `newton_schulz` and `newton_schulz_many`."""
+        return {
+            "method": self.ns_method,
+            "steps": self.ns_steps,
+            "coefficients": self.ns_coefficients,
+            "dtype": self.ns_dtype,
+        }
+
 
 @dataclass(frozen=True)
 class MuonEntry:
@@ -139,10 +149,7 @@ def muon_update_(
         matrices = [entry.view.matrices(update) for entry, update in zip(batch, updates, strict=True)]
         flat = newton_schulz_many(
             [matrix for group in matrices for matrix in group],
-            method=options.ns_method,
-            steps=options.ns_steps,
-            coefficients=options.ns_coefficients,
-            dtype=options.ns_dtype,
+            **options.newton_schulz,
             in_place=options.nesterov and variants.observe is None,  # else the update is the momentum, or is looked at
         )
         position = 0
