@@ -5,7 +5,8 @@
     python benchmarks/gpu_check.py --dry-run               # the same on CPU and gloo; skips what needs a device
 
 With one rank nothing travels between ranks: hf-muon sends nothing then. What runs is the side stream, the packed
-buffers, the hooks and the optimizer without waiting for the device. Two ranks need `fsdp2_step.py` on two GPUs.
+buffers, the hooks and the optimizer without waiting for the device; then every variant of the numbers, owned against
+plain. Two ranks need `fsdp2_step.py` on two GPUs.
 """
 
 from __future__ import annotations
@@ -25,26 +26,64 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_muon
 from hf_muon.distributed import runtime_of
+from hf_muon.integrations.transformers.attention_logits import attach_qk_clip
 
 OPTIONS = {"lr": 0.01, "ns_dtype": "float32", "eps": 1e-6}
 Weights = dict[str, torch.Tensor]
+# Variant, and how far owned may be from plain, of the movement. A rounding of bfloat16 momentum may fall on the other
+# neighbour where a gradient differs in its last bit; the backward of attention may add in any order on a GPU.
+VARIANTS = (
+    ({"momentum_dtype": "bfloat16"}, 2e-3),
+    ({"normuon": True}, 1e-5),
+    ({"offload": "cpu"}, 2e-6),
+    ({"offload": "cpu", "momentum_dtype": "bfloat16", "normuon": True}, 2e-3),
+    ({"matrix_split": "per_head"}, 1e-3),
+    ({"qk_clip": 20.0}, 1e-3),
+    ({"qk_clip": 20.0, "qk_clip_exact": True}, 1e-3),
+)
 
 
-def make(options: argparse.Namespace, device: torch.device, mode: str) -> tuple[Model, hf_muon.MuonWithAuxAdam]:
+class Llama(torch.nn.Module):
+    """A small Llama whose logits explode, called like `Model`."""
+
+    def __init__(self, vocabulary: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 2 * hidden}
+        config = LlamaConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2)
+        self.inner = LlamaForCausalLM(config)
+        self.layers = self.inner.model.layers
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.self_attn.q_proj.weight.mul_(60.0)
+                layer.self_attn.k_proj.weight.mul_(60.0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return self.inner(input_ids=ids, labels=ids).loss
+
+
+def make(
+    options: argparse.Namespace, device: torch.device, mode: str, variant: dict
+) -> tuple[torch.nn.Module, hf_muon.MuonWithAuxAdam]:
     """Return the same model every time; `mode` is plain, z2 or z3."""
     torch.manual_seed(0)
-    model = Model(options.vocabulary, options.hidden, options.layers).to(device)
-    hf_muon.tag_parameters(model)
+    kind = Llama if {"matrix_split", "qk_clip"} & set(variant) else Model
+    model = kind(options.vocabulary, options.hidden, options.layers).to(device)
+    hf_muon.tag_parameters(model, matrix_split=variant.get("matrix_split", "fused"))
     if mode != "plain":
         mesh = init_device_mesh(device.type, (1,))
         with hf_muon.dedicate_params(model, mesh, reshard_after_forward=mode == "z3"):
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=mode == "z3")
             fully_shard(model, mesh=mesh, reshard_after_forward=mode == "z3")
-    return model, hf_muon.MuonWithAuxAdam(model.named_parameters(), **OPTIONS)
+    optimizer = hf_muon.MuonWithAuxAdam(model.named_parameters(), **OPTIONS, **variant)
+    if "qk_clip" in variant:
+        attach_qk_clip(model, optimizer)
+    return model, optimizer
 
 
 def batches(options: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
@@ -66,10 +105,11 @@ def no_host_sync(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def train(options: argparse.Namespace, device: torch.device, mode: str) -> dict:
+def train(options: argparse.Namespace, device: torch.device, mode: str, **variant: object) -> dict:
     """Train; return weights and movement on the CPU, memory, and the message of a host synchronization if any."""
     is_cuda = device.type == "cuda"
-    model, optimizer = make(options, device, mode)
+    model, optimizer = make(options, device, mode, variant)
+    watched = not variant  # some of them ask the host
     start = {name: whole(p) for name, p in model.named_parameters()}
     data = batches(options, device)
     error = None
@@ -78,7 +118,7 @@ def train(options: argparse.Namespace, device: torch.device, mode: str) -> dict:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         try:
-            with no_host_sync(device) if index >= 2 and error is None else contextlib.nullcontext():
+            with no_host_sync(device) if watched and index >= 2 and error is None else contextlib.nullcontext():
                 model(ids).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -131,6 +171,14 @@ def check(options: argparse.Namespace, device: torch.device) -> list[dict]:
             row(f"{name}: peak bytes", run["peak_bytes"])
         else:
             row(f"{name}: no host synchronization, memory", "needs a GPU")
+    for variant, limit in VARIANTS:
+        name = ",".join(f"{key}={value}" for key, value in variant.items())
+        one, owned = (train(options, device, mode, **variant) for mode in ("plain", "z3"))
+        gap = distance(one["start"], one["end"], owned["end"])
+        row(f"{name}: Z3 against the plain model, of the movement", gap, limit, gap <= limit)
+        if variant == {"offload": "cpu"}:
+            same = all(torch.equal(owned["end"][key], z3["end"][key]) for key in z3["end"])
+            row("offload=cpu gives the same bits as momentum on the device", same, True, same)
     for name, run in (("Z3", z3), ("Z2", z2)):
         row(f"{name}: bytes gathered after a step", run["gathered_bytes"], 0, run["gathered_bytes"] == 0)
         row(f"{name}: bytes of owned weights", run["muon_bytes"])

@@ -3,9 +3,9 @@
 
     python benchmarks/state_bytes.py --json benchmarks/results/state_bytes.json
 
-Measured: the optimizer is built over the real model (random weights) and the storage of every state tensor is added
-up. Counted: the same on the meta device, where shapes and dtypes exist and memory does not; only the place of rest
-is not visible there. Weights and gradients are not in these numbers.
+Counted: the plan's numbers (`hf_muon.planning.variants`), from state made on the meta device. Measured: the optimizer
+is built over the real model (random weights), the storage of every state tensor is added up and must equal the count.
+Weights and gradients are not in these numbers.
 """
 
 from __future__ import annotations
@@ -21,64 +21,46 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_muon
+from hf_muon.param_groups import explain_parameters
 from hf_muon.planning.model_source import build_meta_model, resolve_model
+from hf_muon.planning.variants import MOMENTUM, VARIANTS, Variant, adamw_state, count_state
 
 MODELS = {"SmolLM2-135M": "measured", "Qwen2.5-3B": "counted"}
-# Variant -> (dtype of the weights, options).
-VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "muon": (torch.float32, {}),
-    "momentum_dtype=bfloat16": (torch.float32, {"momentum_dtype": "bfloat16"}),
-    "normuon=true": (torch.float32, {"normuon": True}),
-    "offload=cpu": (torch.float32, {"offload": "cpu"}),
-    "bfloat16 weights, stochastic_rounding=true": (torch.bfloat16, {"stochastic_rounding": "true"}),
-    "bfloat16 weights and momentum, stochastic_rounding=true": (
-        torch.bfloat16,
-        {"stochastic_rounding": "true", "momentum_dtype": "bfloat16"},
-    ),
-}
 
 
-def build_model(name: str, how: str, dtype: torch.dtype) -> torch.nn.Module:
-    """Return the model of a built-in configuration, with random weights or on the meta device."""
-    config = resolve_model(name).config
-    if how == "counted":
-        return build_meta_model(config).to(dtype)
+def measured_state(name: str, variant: Variant) -> Counter[str]:
+    """Return the storage of every state tensor of an optimizer over the real model with random weights, by key."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config).to(dtype)
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """Return bytes of state tensors by what they are, storage for measured tensors, arithmetic for meta ones."""
+    model = AutoModelForCausalLM.from_config(resolve_model(name).config).to(variant.weights)
+    hf_muon.tag_parameters(model)
+    optimizer = hf_muon.MuonWithAuxAdam(model.named_parameters(), lr=1e-3, **variant.options)
     result: Counter[str] = Counter()
-    for param, state in optimizer.state.items():
+    for state in optimizer.state.values():
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            real = not value.is_meta
-            result[key] += value.untyped_storage().nbytes() if real else value.numel() * value.element_size()
-            result["parameters"] += key in ("momentum_buffer", "exp_avg") and param.numel()
+            result[key] += value.untyped_storage().nbytes()
     return result
 
 
 def measure(name: str, how: str) -> dict[str, Any]:
-    """Return the state of every variant on one model."""
-    rows: dict[str, Any] = {}
-    for label, (dtype, options) in VARIANTS.items():
-        model = build_model(name, how, dtype)
-        hf_muon.tag_parameters(model)
-        optimizer = hf_muon.MuonWithAuxAdam(model.named_parameters(), lr=1e-3, **options)
-        if label == "muon":
-            muon = sum(p.numel() for g in optimizer.param_groups if g["use_muon"] for p in g["params"])
-            total = sum(p.numel() for p in model.parameters())
-            adamw = 8 * total + 4 * len(list(model.parameters()))
-        counts = state_bytes(optimizer)
-        assert counts.pop("parameters") == total
+    """Return the state of every variant on one model.
+
+    Raises:
+        RuntimeError: what is measured differs from what the plan counts.
+    """
+    rows = explain_parameters(build_meta_model(resolve_model(name).config))
+    adamw, found = sum(adamw_state(rows).values()), {}
+    for label, variant in VARIANTS.items():
+        counts = count_state(rows, variant)
+        if how == "measured" and (real := measured_state(name, variant)) != counts:
+            raise RuntimeError(f"{name}, {label}: the plan counts {dict(counts)}; allocated are {dict(real)}.")
         size = sum(counts.values())
-        on_cpu = counts["momentum_buffer"] if options.get("offload") == "cpu" else 0
-        rows[label] = {"bytes": size, "of_adamw": size / adamw, "resting_on_cpu": on_cpu, "by_kind": dict(counts)}
-        del model, optimizer
-    return {"how": how, "elements": total, "muon_elements": muon, "adamw_bytes": adamw, "variants": rows}
+        on_cpu = sum(counts[key] for key in MOMENTUM) if variant.spec.offload else 0
+        by_kind = {key: count for key, count in counts.items() if count}
+        found[label] = {"bytes": size, "of_adamw": size / adamw, "resting_on_cpu": on_cpu, "by_kind": by_kind}
+    muon = sum(row.count for row in rows if row.is_muon)
+    elements = sum(row.count for row in rows)
+    return {"how": how, "elements": elements, "muon_elements": muon, "adamw_bytes": adamw, "variants": found}
 
 
 def show(results: dict[str, Any]) -> None:

@@ -12,8 +12,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-Observer = Callable[[str, Any, Any, Any, Any, dict[str, Any]], None]
+Observer = Callable[[str, Any, Any, Any, Any, dict[str, Any]], Any]
 _observers: list[Observer] = []
+_wrappers: dict[tuple[str, Callable[..., Any]], Callable[..., Any]] = {}  # one per attention function of transformers
 
 
 def observe_attention(observer: Observer) -> Callable[[], None]:
@@ -21,7 +22,8 @@ def observe_attention(observer: Observer) -> Callable[[], None]:
 
     Args:
         observer: `name` is the attention implementation; query (B, H, L, d) and key (B, KV, S, d) carry their
-            positions; `mask` is what the function gets; `options` are its keywords.
+            positions; `mask` is what the function gets; `options` are its keywords. What it returns, unless that is
+            None, takes the place of `query`.
 
     Returns:
         A function that ends it.
@@ -45,14 +47,22 @@ def _install() -> None:
     AttentionInterface.get_interface = get_interface
 
 
-@functools.lru_cache(maxsize=64)
 def _observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same wrapper each time; not by a cache of functools, which torch.compile warns about."""
+    key = (name, function)
+    if key not in _wrappers:
+        _wrappers[key] = _wrap(name, function)
+    return _wrappers[key]
+
+
+def _wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
     ) -> Any:
         for observer in tuple(_observers):
-            observer(name, module, query, key, attention_mask, options)
+            other = observer(name, module, query, key, attention_mask, options)
+            query = query if other is None else other
         return function(module, query, key, value, attention_mask, *args, **options)
 
     return attention

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -107,14 +107,3 @@ def wrapped_classes(model: nn.Module) -> frozenset[str]:
     """Return the class names that Accelerate's transformer wrap policy gives a unit each; empty when unknown."""
     names = getattr(model, "_no_split_modules", None) or ()
     return frozenset(names)
-
-
-def meta_peak(work: Callable[[], object]) -> int:
-    """Return the most bytes of new meta tensors alive at once while `work` runs."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    tracker = MemTracker()
-    with tracker:
-        work()
-    row = tracker.get_tracker_snapshot("peak").get(torch.device("meta"), {})
-    return int(row.get("Total", 0))

@@ -24,7 +24,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "matrix_split": ("auto", "none", "fused", "per_head"),
     "conv": ("adamw", "flatten"),
     "dmuon": ("auto", "z2", "z3", "off"),
-    "momentum_dtype": ("float32", "bfloat16"),
+    "momentum_dtype": ("float32", "bfloat16", "int8"),
     "offload": ("none", "cpu"),
     "stochastic_rounding": ("auto", "true", "false"),
 }
@@ -75,9 +75,13 @@ class MuonConfig:
     qk_clip: float | None = _option(
         None, "MuonClip: threshold on the attention logit of a head, for instance 100; off"
     )
+    qk_clip_exact: bool = _option(
+        False, "true: qk_clip measures after the update, in one more forward pass; no logit stays above"
+    )
     dmuon: str = _option("auto", "dedicated owners under FSDP2: auto, z2, z3 or off")
+    rates: str | None = _option(None, "file of hf-muon calibrate: owners are balanced by measured seconds, not FLOPs")
     momentum_dtype: str = _option(
-        "float32", "dtype the momentum rests in: float32, or bfloat16 rounded stochastically"
+        "float32", "dtype the momentum rests in: float32; bfloat16, rounded stochastically; int8, by bitsandbytes"
     )
     offload: str = _option("none", "where the momentum rests: none (on the device) or cpu")
     stochastic_rounding: str | bool = _option(
@@ -102,6 +106,7 @@ class MuonConfig:
         object.__setattr__(self, "ns_coefficients", _normalise_coefficients(self.ns_coefficients))
         self._check_choices()
         self._check_numbers()
+        self._check_clip()
         self._check_rows()
         self._check_patterns()
 
@@ -187,13 +192,11 @@ class MuonConfig:
                 _check_number(name, value)
                 if not (math.isfinite(value) and value >= 0):
                     raise ValueError(f"{name} must be finite and not negative; got {value!r}.")
-        if self.qk_clip == 0:
-            raise ValueError("qk_clip must be above 0; got 0. Leave it out, or set it to off.")
         for name in ("momentum", "normuon_beta2"):
             _check_number(name, value := getattr(self, name))
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} must lie in [0, 1); got {value!r}.")
-        for name in ("nesterov", "normuon"):
+        for name in ("nesterov", "normuon", "qk_clip_exact"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false; got {getattr(self, name)!r}.")
         for name, least in (("ns_steps", 1), ("rounding_seed", 0), ("diagnostics", 0)):
@@ -203,6 +206,12 @@ class MuonConfig:
         if self.betas is not None and (len(self.betas) != 2 or not all(0.0 <= b < 1.0 for b in self.betas)):
             raise ValueError(f"betas must be two numbers in [0, 1); got {self.betas!r}.")
 
+    def _check_clip(self) -> None:
+        if self.qk_clip == 0:
+            raise ValueError("qk_clip must be above 0; got 0. Leave it out, or set it to off.")
+        if self.qk_clip_exact and self.qk_clip is None:
+            raise ValueError("qk_clip_exact must come with a threshold; got none. Set qk_clip=100, for instance.")
+
     def _check_rows(self) -> None:
         rows = self.ns_coefficients
         if not isinstance(rows, str) and 1 < len(rows) < self.ns_steps:
@@ -211,6 +220,8 @@ class MuonConfig:
             )
 
     def _check_patterns(self) -> None:
+        if self.rates is not None and not isinstance(self.rates, str):
+            raise TypeError(f"rates must be the path of a file; got {self.rates!r}.")
         for name in ("include", "exclude"):
             for pattern in getattr(self, name):
                 try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ def dedicate_params(
     predicate: Callable[[str, nn.Parameter], bool] | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    rates: str | os.PathLike[str] | None = None,
 ) -> Iterator[nn.Module]:
     """Give matrices a dedicated owner; put the `fully_shard` calls inside. Collective over `mesh`.
 
@@ -46,9 +48,12 @@ def dedicate_params(
         predicate: `(name, parameter) -> bool`, which parameters get an owner; the default asks `parameter.use_muon`.
         param_dtype: dtype of gathered copies; None: what `fully_shard`'s policy says.
         reduce_dtype: dtype of gradients on the wire; None: what the policy says, else `param_dtype`.
+        rates: file that `hf-muon calibrate` wrote: owners are balanced by its seconds instead of by FLOPs. All ranks
+            need the same contents.
 
     Raises:
-        ValueError: no parameter is chosen, a matrix cannot be owned, or the mesh has more than two dimensions.
+        ValueError: no parameter is chosen, a matrix cannot be owned, the mesh has more than two dimensions, or the
+            file of rates cannot be read.
         RuntimeError: the ranks disagree (raised on all of them).
     """
     with distributed.dedicate_params(
@@ -58,6 +63,7 @@ def dedicate_params(
         predicate=predicate,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
+        rates=rates,
     ):
         yield model
     install_model_doors(model)

@@ -47,7 +47,7 @@ def _root(
 
 def _register_commands() -> None:
     from . import launch
-    from .commands import env, params, plan, recipes, run
+    from .commands import calibrate, env, params, plan, recipes, run
     from .commands import eval as evaluation
 
     app.command("run")(run.run)
@@ -55,6 +55,7 @@ def _register_commands() -> None:
     app.command("params")(params.params)
     app.command("eval")(evaluation.evaluate)
     app.command("plan")(plan.plan)
+    app.command("calibrate")(calibrate.calibrate)
     app.command("env")(env.env)
     app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 

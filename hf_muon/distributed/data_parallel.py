@@ -7,6 +7,7 @@ unused parameters, static graphs, checkpointing and the order of buckets are DDP
 
 from __future__ import annotations
 
+import os
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from .collectives import Communicator, RankGrid
 from .exchange import Exchange, pack_parcels
 from .owned_gradient import Content, NormTable, OwnedGradient
 from .ownership import Matrix, OwnershipPlan, build_plan
+from .rates import read_rates, warn_of_other_device, work_on
 from .streams import Pending
 from .validation import compare_ranks
 
@@ -113,18 +115,23 @@ class ReplicaOwners:
         ).start()
 
     def send_state(
-        self, dtypes: Sequence[torch.dtype], get: Callable[[int], Tensor], put: Callable[[int, Tensor], object]
+        self,
+        dtypes: Sequence[torch.dtype],
+        get: Callable[[int], Tensor],
+        put: Callable[[int, Tensor], object],
+        shapes: Sequence[torch.Size] | None = None,
     ) -> None:
-        """Send one tensor of every matrix's shape from its owner to all ranks. Collective.
+        """Send one tensor of every matrix from its owner to all ranks. Collective.
 
         Args:
             dtypes: of the tensors, in plan order.
             get: returns the tensor of a matrix by its index in the plan; called on its owner.
             put: takes one that arrived, a view of a buffer; called on all other ranks.
+            shapes: of the tensors; None: those of the matrices.
         """
-        shapes = [parameter.shape for parameter in self.parameters]
+        shapes = shapes or [parameter.shape for parameter in self.parameters]
         parcels = pack_parcels(self.plan.owners, [shape.numel() for shape in shapes], dtypes)
-        Exchange(self.comm, "gathering of momentum", parcels, shapes, get, put).start().finish()
+        Exchange(self.comm, "gathering of optimizer state", parcels, shapes, get, put).start().finish()
 
     # ------------------------------------------------------------------ gradients
 
@@ -246,7 +253,12 @@ def _reduce_bucket(slot, bucket):  # without annotations: DDP reads them, and he
 
 
 def dedicate_replicas(
-    ddp: DistributedDataParallel, matrices: Mapping[str, nn.Parameter], reason: str | None = None
+    ddp: DistributedDataParallel,
+    matrices: Mapping[str, nn.Parameter],
+    reason: str | None = None,
+    *,
+    rates: str | os.PathLike[str] | None = None,
+    ns_dtype: str = "auto",
 ) -> ReplicaOwners | str:
     """Give every matrix an owner among the ranks of a DDP model. Collective over its process group.
 
@@ -254,12 +266,14 @@ def dedicate_replicas(
         ddp: the model, before its first backward.
         matrices: parameters of `ddp.module` by FQN, each reduced by DDP.
         reason: why owners are not wanted, None if they are; ranks must agree on it.
+        rates: file of measured rates that the owners are balanced by; None: FLOPs. Ranks must agree on its contents.
+        ns_dtype: dtype of the Newton-Schulz products, to tell whether the rates are those of this run.
 
     Returns:
         The owners, or the reason for which there are none: every rank then does all the work, as DDP does by itself.
 
     Raises:
-        ValueError: an embedding with sparse gradients.
+        ValueError: an embedding with sparse gradients, or rates that cannot be read.
         RuntimeError: the ranks disagree or one failed (raised on all of them).
     """
     device = next(ddp.module.parameters()).device
@@ -276,15 +290,7 @@ def dedicate_replicas(
     if grid.size == 1:
         return reason or "the process group has one rank"
     try:
-        _check_dense(ddp)
-        rows = [
-            Matrix.of_parameter(
-                name, p.shape, _layer_of(name), view=getattr(p, "muon_view", None), element_size=p.element_size()
-            )
-            for name, p in matrices.items()
-        ]
-        dtypes = sorted({str(parameter.dtype) for parameter in matrices.values()})
-        plan = build_plan(rows, shard=grid.size, settings=f"ddp {dtypes} {reason}")
+        plan = _make_plan(ddp, matrices, grid, reason, rates, ns_dtype)
     except Exception as error:
         try:
             compare_ranks(comm, None, True)
@@ -303,6 +309,36 @@ def dedicate_replicas(
         owners.slot.owners = owners
     _OWNERS[ddp] = owners
     return owners
+
+
+def _make_plan(
+    ddp: DistributedDataParallel,
+    matrices: Mapping[str, nn.Parameter],
+    grid: RankGrid,
+    reason: str | None,
+    rates: str | os.PathLike[str] | None,
+    ns_dtype: str,
+) -> OwnershipPlan:
+    _check_dense(ddp)
+    measured = None if rates is None else read_rates(rates)
+    device = next(ddp.module.parameters()).device
+    if measured is not None and grid.position == 0:
+        warn_of_other_device(measured, device, ns_dtype)
+    work = work_on(device.type, measured)
+    rows = [
+        Matrix.of_parameter(
+            name,
+            p.shape,
+            _layer_of(name),
+            view=getattr(p, "muon_view", None),
+            element_size=p.element_size(),
+            work=work,
+        )
+        for name, p in matrices.items()
+    ]
+    dtypes = sorted({str(parameter.dtype) for parameter in matrices.values()})
+    settings = f"ddp {dtypes} {reason}" + ("" if measured is None else f" rates {measured.digest()}")
+    return build_plan(rows, shard=grid.size, settings=settings)
 
 
 def find_replica_owners(model: nn.Module) -> ReplicaOwners | None:

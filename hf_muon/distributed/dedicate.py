@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,7 @@ from .collectives import Communicator, RankGrid
 from .hooks import attach_hooks
 from .owned import OwnedDTensor, OwnerLayout, Part, own, own_parameter
 from .ownership import Matrix, OwnershipPlan, build_plan
+from .rates import read_rates, warn_of_other_device, work_on
 from .runtime import DMuonRuntime, find_runtime
 from .standard import from_rank_zero
 from .unit import OwnedMatrix, Unit
@@ -48,6 +50,8 @@ class Placement:
         reduce_dtype: dtype of gradients on the wire; None: the policy's, else `param_dtype`.
         master_dtype: dtype of the owner's weights; None keeps the parameter's own.
         timeout: limit for one wait on the CPU; None: the process group's.
+        rates: file of measured rates that the owners are balanced by; None: FLOPs. Ranks must agree on its contents.
+        ns_dtype: dtype of the Newton-Schulz products, to tell whether the rates are those of this run.
     """
 
     reshard_after_forward: bool = True
@@ -55,6 +59,8 @@ class Placement:
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     timeout: timedelta | None = None
+    rates: str | os.PathLike[str] | None = field(default=None, repr=False)  # ranks compare what it holds, not its path
+    ns_dtype: str = field(default="auto", repr=False)
 
 
 @contextmanager
@@ -66,6 +72,7 @@ def dedicate_params(
     predicate: Predicate | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    rates: str | os.PathLike[str] | None = None,
 ) -> Iterator[nn.Module]:
     """Give matrices a dedicated owner; the layer below `hf_muon.dedicate_params`, which explains the arguments.
 
@@ -82,7 +89,7 @@ def dedicate_params(
     except ValueError:
         tell_other_ranks(mesh)
         raise
-    placement = Placement(reshard_after_forward, param_dtype, reduce_dtype)
+    placement = Placement(reshard_after_forward, param_dtype, reduce_dtype, rates=rates)
     # fully_shard replaces the other Parameters by new ones without the tags that an optimizer asks for.
     attributes = {name: dict(parameter.__dict__) for name, parameter in model.named_parameters()}
     try:
@@ -262,9 +269,21 @@ def assign_units(model: nn.Module, detached: list[DetachedMatrix]) -> dict[str, 
 
 
 def make_plan(
-    detached: list[DetachedMatrix], homes: dict[str, str], grid: RankGrid, placement: Placement
+    detached: list[DetachedMatrix],
+    homes: dict[str, str],
+    grid: RankGrid,
+    placement: Placement,
+    device_type: str | None = None,
 ) -> OwnershipPlan:
-    """Choose the owners of detached matrices on a grid. Not a collective."""
+    """Choose the owners of detached matrices on a grid, by the costs of its kind of device. Not a collective.
+
+    Raises:
+        ValueError: the file of rates cannot be read.
+    """
+    rates = None if placement.rates is None else read_rates(placement.rates)
+    if rates is not None and grid.position == 0:
+        warn_of_other_device(rates, _device_of(grid.mesh), placement.ns_dtype)
+    work = work_on(device_type or grid.mesh.device_type, rates)
     rows = []
     for matrix in detached:
         parameter = matrix.parameter
@@ -272,11 +291,11 @@ def make_plan(
         view = getattr(parameter, "muon_view", None)
         rows.append(
             Matrix.of_parameter(
-                matrix.name, parameter.shape, homes[matrix.name], view=view, element_size=dtype.itemsize
+                matrix.name, parameter.shape, homes[matrix.name], view=view, element_size=dtype.itemsize, work=work
             )
         )
     dtypes = sorted({str(matrix.parameter.dtype) for matrix in detached})
-    settings = f"{placement} {dtypes}"
+    settings = f"{placement} {dtypes}" + ("" if rates is None else f" rates {rates.digest()}")
     return build_plan(rows, replicate=grid.replicate, shard=grid.shard, settings=settings, split_stacks=True)
 
 

@@ -51,9 +51,16 @@ class Matrix:
 
     @classmethod
     def of_parameter(
-        cls, name: str, shape: Sequence[int], unit: str, *, view: Any = None, element_size: int = 4
+        cls,
+        name: str,
+        shape: Sequence[int],
+        unit: str,
+        *,
+        view: Any = None,
+        element_size: int = 4,
+        work: Callable[..., float] = ns_flops,
     ) -> Matrix:
-        """Describe a parameter, its cost the FLOPs of orthogonalizing all matrices that its view says it holds.
+        """Describe a parameter, its cost that of orthogonalizing all matrices that its view says it holds.
 
         Args:
             name: FQN.
@@ -61,11 +68,12 @@ class Matrix:
             unit: FQN of the module that gathers it.
             view: the parameter's `muon_view`; None: the last two axes are one matrix, a leading one is a batch.
             element_size: bytes per element of the owner's copy.
+            work: cost of `batch` matrices (m, n): `work_on` of a device, or the FLOPs of a CPU.
         """
         shape = tuple(shape)
         batch = shape[0] if len(shape) == 3 else 1
         parts = view.matrix_shapes(shape) if view is not None else [(batch, *shape[-2:])]
-        cost = sum(ns_flops(m, n, batch=count) for count, m, n in parts)
+        cost = sum(work(m, n, batch=count) for count, m, n in parts)
         # A flattened convolution has three axes as well, but is one matrix.
         experts = batch if parts[0][0] == batch else 1
         return cls(name, shape, unit, cost, element_size, experts)
@@ -81,10 +89,7 @@ class Matrix:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,6 @@ def compare_ranks(comm: Communicator, plan: OwnershipPlan | None, has_values: bo
             parts.append(f"ranks {ranks}: {report.num_matrices} matrices of {report.num_elements} elements")
         raise RuntimeError(
             f"ownership plan must be the same on every rank; got {len(groups)} plans ({'; '.join(parts)}). "
-            "Check that model, predicate, parameter order and dtypes agree."
+            "Check that model, predicate, parameter order, dtypes and rates agree."
         )
     return reports

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import MuonConfig
+from .finite_guard import agree_over_meshes
 from .momentum_storage import settle_copies
 from .notices import inform_once, logger
-from .state_spec import spec_of
+from .parameter_state import resting_state
+from .quantized import plain_momentum
+from .state_spec import ROW_STATISTICS, spec_of
+from .tensor_layout import is_dtensor
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +34,7 @@ class SharedWork:
     state: Any
     _config: MuonConfig
     _replicas: tuple[ReplicaOwners, ...] = ()
-    _gathered: dict[int, Tensor] | None = None  # whole momenta by id of the parameter, until the next step
+    _gathered: dict[int, dict[str, Tensor]] | None = None  # state by id of the parameter, until the next step
     _allows_partial_state: bool = False
     _answers: weakref.WeakKeyDictionary[nn.Module, bool] | None = None  # of dedicate_matrices, by DDP module
 
@@ -68,9 +72,7 @@ class SharedWork:
             return self._answers[ddp]
         self._take_home(matrices)
         reason = "dmuon=off" if self._config.dmuon == "off" else None
-        if reason is None and self._config.normuon:
-            reason = "normuon keeps statistics per row, which a checkpoint of rank 0 would miss"
-        found = dedicate_replicas(ddp, matrices, reason)
+        found = dedicate_replicas(ddp, matrices, reason, rates=self._config.rates, ns_dtype=self._config.ns_dtype)
         self._answers[ddp] = not isinstance(found, str)
         if isinstance(found, str):
             logger.info("No owners under DDP: %s. Every rank orthogonalizes every matrix.", found)
@@ -128,15 +130,15 @@ class SharedWork:
             allow_partial: let `state_dict()` on a rank that does not keep it return what this rank has, for callers
                 that build it everywhere and write it on one rank only.
         """
-        gathered: dict[int, Tensor] = {}
+        gathered: dict[int, dict[str, Tensor]] = {}
 
-        def put(param: Tensor, value: Tensor) -> None:
+        def put(param: Tensor, key: str, value: Tensor) -> None:
             if keep:
-                gathered[id(param)] = value.to("cpu", copy=True)
+                gathered.setdefault(id(param), {})[key] = value.to("cpu", copy=True)
 
         for owners in self._replicas:
             if owners.is_active:
-                self._send_momentum(owners, put)
+                self._send_state(owners, put)
         self._gathered = gathered if keep else None
         self._allows_partial_state = allow_partial and not keep
 
@@ -177,6 +179,29 @@ class SharedWork:
                 " forward through the DistributedDataParallel module, the last one of a step outside no_sync()."
             )
 
+    def _largest_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks that train these parameters. Collective; may work in place.
+
+        Those are the ranks of their meshes, else of the DDP model that has them, else all of the job.
+        """
+        params = [param for _, param, _ in self._labelled_params()]
+        if any(is_dtensor(param) for param in params):
+            return agree_over_meshes(values, params)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            group = next((ddp.process_group for ddp in self._answers or ()), None)
+            torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group)
+        return values
+
+    def _total_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks of a mesh or of a DDP model, else `values`. Collective; may work in place."""
+        params = [param for _, param, _ in self._labelled_params()]
+        if any(is_dtensor(param) for param in params):
+            return agree_over_meshes(values, params, torch.distributed.ReduceOp.SUM)
+        for ddp in list(self._answers or ())[:1]:
+            values = values.to(next(ddp.parameters()).device)
+            torch.distributed.all_reduce(values, group=ddp.process_group)
+        return values
+
     def _send_weights(self) -> list[Exchange]:
         """Start to send updated matrices to all ranks. Collective. Forget what was gathered for a checkpoint."""
         return [owners.send_weights() for owners in self._replicas if owners.is_active]
@@ -197,7 +222,7 @@ class SharedWork:
             if not self._is_elsewhere(param):
                 continue
             if id(param) in gathered:
-                result[number] = {**state[number], "momentum_buffer": gathered[id(param)]}
+                result[number] = {**state[number], **gathered[id(param)]}
             elif not self._allows_partial_state:
                 rank = next(r for owners in self._replicas if (r := owners.owner_rank(param)) is not None)
                 raise RuntimeError(
@@ -235,21 +260,34 @@ class SharedWork:
         for owners in self._replicas:
             if not wanted.isdisjoint(map(id, owners.parameters)):
                 if owners.is_active:
-                    self._send_momentum(owners, self._keep_momentum)
+                    self._send_state(owners, self._keep_state)
                 owners.retire()
         self._replicas = tuple(owners for owners in self._replicas if owners.parameters)
 
-    def _keep_momentum(self, param: Tensor, value: Tensor) -> None:
-        self.state[param]["momentum_buffer"] = value.to(spec_of(self._config).momentum_device(param), copy=True)
+    def _keep_state(self, param: Tensor, key: str, value: Tensor) -> None:
+        if key == ROW_STATISTICS:
+            self.state[param][key] = value.to(param.device, copy=True)
+            return
+        spec = spec_of(self._config)
+        self.state[param].update(resting_state(value.to(spec.momentum_device(param), copy=True), param, spec))
 
-    def _send_momentum(self, owners: ReplicaOwners, put: Any) -> None:
+    def _send_state(self, owners: ReplicaOwners, put: Callable[[Tensor, str, Tensor], object]) -> None:
+        """Send momenta, and row statistics where there are any, from owners to all ranks. Collective."""
         params, spec = owners.parameters, spec_of(self._config)
         settle_copies()
         owners.send_state(
-            [spec.momentum_dtype(param) for param in params],
-            get=lambda index: self.state[params[index]]["momentum_buffer"].to(params[index].device),
-            put=lambda index, value: put(params[index], value),
+            [spec.plain_dtype(param) for param in params],
+            get=lambda index: plain_momentum(self.state[params[index]]).to(params[index].device),
+            put=lambda index, value: put(params[index], "momentum_buffer", value),
         )
+        if spec.row_statistics:
+            rows = [self.state[param][ROW_STATISTICS] for param in params]
+            owners.send_state(
+                [row.dtype for row in rows],
+                get=rows.__getitem__,
+                put=lambda index, value: put(params[index], ROW_STATISTICS, value),
+                shapes=[row.shape for row in rows],
+            )
 
     def _labelled_params(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         raise NotImplementedError  # MuonWithAuxAdam has it

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class StepDiagnostics:
         self._sample: MuonEntry | None = None
         self._squares: dict[int, tuple[list[Tensor], int]] = {}
         self._values: dict[str, Tensor] = {}
+        self._sums: Tensor | None = None  # (groups, 2): squares and elements over all ranks
         self.due = False
 
     def begin_step(self) -> None:
@@ -38,7 +39,7 @@ class StepDiagnostics:
         self.due = self._every > 0 and self._steps % self._every == 0
         self._sample = None
         if self.due:
-            self._squares, self._values = {}, {}
+            self._squares, self._values, self._sums = {}, {}, None
 
     def choose(self, entries: Sequence[MuonEntry]) -> None:
         """Pick the matrix to look at: another one each time, of those that this rank holds."""
@@ -65,17 +66,30 @@ class StepDiagnostics:
             squares, count = self._squares.get(group, ([], 0))
             self._squares[group] = [*squares, square], count + local_tensor(param).numel()
 
+    def add_ranks(self, num_groups: int, total: Callable[[Tensor], Tensor]) -> None:
+        """Add up the steps of all ranks; `total` sums over them. Collective where the ranks share a model."""
+        if not self.due:
+            return
+        found = [square for squares, _ in self._squares.values() for square in squares]
+        sums = torch.zeros(num_groups, 2, device=found[0].device if found else None)
+        for group, (squares, count) in self._squares.items():
+            sums[group, 1] = count
+            for square in squares:
+                sums[group, 0] += square.to(sums.device)
+        self._sums = total(sums)
+
     def take(self) -> dict[str, float]:
         """Return what was collected since the last call, as numbers; waits for the device.
 
         Returns:
-            `update_rms_group<i>` per parameter group, weight decay aside; `orthogonality_error` and `stable_rank` of
-            one sampled matrix. All of this rank's part. Empty where no step was due.
+            `update_rms_group<i>` per parameter group, weight decay aside, over all ranks; `orthogonality_error` and
+            `stable_rank` of one sampled matrix of this rank. Empty where no step was due.
         """
         result = {name: float(value) for name, value in self._values.items()}
-        for group, (squares, count) in sorted(self._squares.items()):
-            result[f"update_rms_group{group}"] = math.sqrt(sum(map(float, squares)) / max(1, count))
-        self._squares, self._values = {}, {}
+        for group, (square, count) in enumerate([] if self._sums is None else self._sums.tolist()):
+            if count:
+                result[f"update_rms_group{group}"] = math.sqrt(square / count)
+        self._squares, self._values, self._sums = {}, {}, None
         return result
 
 

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -166,17 +166,24 @@ def nonfinite_flag(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     return largest.isfinite().logical_not().to(device=device, dtype=torch.float32)
 
 
-def agree_over_meshes(flag: Tensor, params: Iterable[Tensor]) -> Tensor:
-    """Return the largest flag over all ranks that share DTensor parameters; collective if there are any."""
-    from torch.distributed.tensor import DTensor, Partial
+def agree_over_meshes(flag: Tensor, params: Iterable[Tensor], op: Any = None) -> Tensor:
+    """Return the elementwise largest flag over all ranks that share DTensor parameters; collective if there are any.
+
+    Args:
+        flag: values of this rank; overwritten where they are on the device of the meshes.
+        params: all parameters.
+        op: another reduction than the maximum.
+    """
+    from torch.distributed.tensor import DTensor
 
     meshes = []
     for param in params:
         if is_dtensor(param) and (mesh := cast(DTensor, param).device_mesh) not in meshes:
             meshes.append(mesh)
     for mesh in meshes:
-        placements = [Partial("max")] * mesh.ndim
-        flag = DTensor.from_local(flag.to(mesh.device_type), mesh, placements, run_check=False).full_tensor()
+        flag = flag.to(mesh.device_type)
+        for axis in range(mesh.ndim):
+            torch.distributed.all_reduce(flag, op=op or torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
     return flag
 
 

@@ -22,7 +22,9 @@ from .normuon import normalize_rows_
 from .rounding import Rounding
 from .tensor_layout import local_part, local_tensor, needs_gather, whole_matrix
 
-MAX_BATCH_BYTES = 256 * 2**20  # of float32 updates alive at once; one larger parameter is a batch of its own
+# Of float32 updates alive at once; one larger parameter is a batch of its own. A CPU gains from what its caches hold.
+MAX_BATCH_BYTES = 128 * 2**20
+CPU_BATCH_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,16 @@ class MuonOptions:
         values["lr"], values["weight_decay"] = float(values["lr"]), float(values["weight_decay"])
         return cls(**values)
 
+    @property
+    def newton_schulz(self) -> dict[str, Any]:
+        """Return the keyword arguments of `newton_schulz` and `newton_schulz_many`."""
+        return {
+            "method": self.ns_method,
+            "steps": self.ns_steps,
+            "coefficients": self.ns_coefficients,
+            "dtype": self.ns_dtype,
+        }
+
 
 @dataclass(frozen=True)
 class MuonEntry:
@@ -53,7 +65,7 @@ class MuonEntry:
 
     Of a `routed` view, an expert whose slice of the gradient is exactly zero (no token reached it) is left as it is,
     like a parameter without gradient: no decay, no update, its momentum kept. `name` seeds random bits; `rows` are
-    NorMuon's statistics in storage layout.
+    NorMuon's statistics in storage layout, `scales` those of a momentum that rests as codes.
     """
 
     param: Tensor
@@ -62,6 +74,7 @@ class MuonEntry:
     view: MatrixView
     name: str = ""
     rows: Tensor | None = None
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ def muon_update_(
     options: MuonOptions,
     *,
     skip: Tensor | None = None,
-    max_batch_bytes: int = MAX_BATCH_BYTES,
+    max_batch_bytes: int | None = None,
     squares: list[Tensor] | None = None,
     variants: StepVariants | None = None,
 ) -> None:
@@ -113,14 +126,14 @@ def muon_update_(
         entries: parameters with a gradient; owned parameters whose matrix is on another rank are passed over.
         options: of the group.
         skip: 0-dim bool tensor; where true nothing changes, to the bit. Lets CUDA skip without asking the host.
-        max_batch_bytes: bound on the float32 updates held at once.
+        max_batch_bytes: bound on the float32 updates held at once; None takes one that suits the device.
         squares: when given, the sum of squares of each applied step (decay aside) is appended.
         variants: what to do beyond plain Muon.
 
     Note:
         bf16 and fp16 parameters are updated in float32 and rounded once. Momentum that rests elsewhere is fetched one
-        batch ahead, beside the products of the batch before. Beyond the state the peak is one batch of
-        updates, its orthogonalized copy, and what Newton-Schulz needs.
+        batch ahead, beside the products of the batch before. Beyond the state the peak is one batch of updates and
+        what Newton-Schulz needs for one stack; without `nesterov`, or where somebody looks on, its results too.
     """
     variants = variants or StepVariants()
     batches = list(_batches(entries, max_batch_bytes))
@@ -136,10 +149,8 @@ def muon_update_(
         matrices = [entry.view.matrices(update) for entry, update in zip(batch, updates, strict=True)]
         flat = newton_schulz_many(
             [matrix for group in matrices for matrix in group],
-            method=options.ns_method,
-            steps=options.ns_steps,
-            coefficients=options.ns_coefficients,
-            dtype=options.ns_dtype,
+            **options.newton_schulz,
+            in_place=options.nesterov and variants.observe is None,  # else the update is the momentum, or is looked at
         )
         position = 0
         for place, (entry, update, group) in enumerate(zip(batch, updates, matrices, strict=True)):
@@ -153,7 +164,7 @@ def muon_update_(
             _apply_(entry, orthogonal, update, options, masks[place], squares, variants.rounding)
 
 
-def _batches(entries: Iterable[MuonEntry], limit: int) -> Iterator[list[MuonEntry]]:
+def _batches(entries: Iterable[MuonEntry], limit: int | None) -> Iterator[list[MuonEntry]]:
     """Yield entries with equal matrix shapes next to each other, as many per batch as `limit` bytes allow."""
     by_shape: dict[Any, list[MuonEntry]] = {}
     for entry in entries:
@@ -162,8 +173,9 @@ def _batches(entries: Iterable[MuonEntry], limit: int) -> Iterator[list[MuonEntr
             continue
         key = (entry.param.device, held.numel(), _matrix_shapes(entry.view, tuple(held.shape)))
         by_shape.setdefault(key, []).append(entry)
-    for (_, numel, _), group in by_shape.items():
-        per_batch = max(1, limit // (4 * numel))
+    for (device, numel, _), group in by_shape.items():
+        fitting = CPU_BATCH_BYTES if device.type == "cpu" else MAX_BATCH_BYTES
+        per_batch = max(1, (fitting if limit is None else limit) // (4 * numel))
         for start in range(0, len(group), per_batch):
             yield group[start : start + per_batch]
 

@@ -2,8 +2,8 @@
 """Where the momentum rests between steps, and how it comes to the update and goes back.
 
 The update always works in at least float32 on the parameter's device. Plain momentum is updated where it lies; in
-bfloat16 it is stored with stochastic rounding; offloaded it lies in CPU memory and its copies run beside the
-Newton-Schulz iterations of the batch before.
+bfloat16 it is stored with stochastic rounding, as int8 to the nearest code; offloaded it lies in CPU memory and its
+copies run beside the Newton-Schulz iterations of the batch before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .quantized import dequantize, quantize
 from .rounding import Rounding
 from .tensor_layout import local_tensor
 
@@ -34,6 +35,10 @@ class MomentumOwner(Protocol):
     def name(self) -> str:
         """Its name, for random bits."""
 
+    @property
+    def scales(self) -> Tensor | None:
+        """The scales of this rank's part where the momentum rests as codes."""
+
 
 class MomentumStore:
     """Momentum that is updated where it rests."""
@@ -50,7 +55,7 @@ class MomentumStore:
 
 
 class RestingMomentum(MomentumStore):
-    """Momentum that rests in bfloat16, on the CPU, or both.
+    """Momentum that rests in bfloat16 or as int8 codes, on the CPU, or both.
 
     Args:
         rounding: random bits of this step; None where momentum rests in the dtype it is worked in.
@@ -60,30 +65,38 @@ class RestingMomentum(MomentumStore):
     def __init__(self, rounding: Rounding | None, lane: CopyLane | None = None) -> None:
         self._rounding = rounding
         self._lane = lane
-        self._coming: dict[int, Tensor] = {}
+        self._coming: dict[int, list[Tensor]] = {}
 
     def fetch(self, entries: Sequence[MomentumOwner]) -> None:
         """Start copies to the device."""
         for entry in entries:
-            self._coming[id(entry)] = self._lane_of(entry).bring(local_tensor(entry.momentum), _device(entry))
+            self._coming[id(entry)] = self._bring(entry)
 
     def take(self, entry: MomentumOwner) -> Tensor:
         """Wait for the copy on the device and widen it."""
-        arrived = self._coming.pop(id(entry), None)
-        lane = self._lane_of(entry)
-        if arrived is None:
-            arrived = lane.bring(local_tensor(entry.momentum), _device(entry))
-        lane.arrive(arrived)
-        return arrived.to(torch.promote_types(arrived.dtype, torch.float32))
+        arrived = self._coming.pop(id(entry), None) or self._bring(entry)
+        for tensor in arrived:
+            self._lane_of(entry).arrive(tensor)
+        if len(arrived) > 1:
+            return dequantize(*arrived)
+        return arrived[0].to(torch.promote_types(arrived[0].dtype, torch.float32))
 
     def put(self, entry: MomentumOwner, momentum: Tensor) -> None:
         """Round on the device and start the copy back."""
         resting = local_tensor(entry.momentum)
-        if self._rounding is not None and resting.dtype != momentum.dtype:
+        if entry.scales is not None:
+            momentum, scales = quantize(momentum)
+            self._lane_of(entry).send(scales, entry.scales)
+        elif self._rounding is not None and resting.dtype != momentum.dtype:
             rounded = torch.empty_like(momentum, dtype=resting.dtype)
             self._rounding.store_(rounded, momentum, f"momentum of {entry.name}", entry.param)
             momentum = rounded
         self._lane_of(entry).send(momentum, resting)
+
+    def _bring(self, entry: MomentumOwner) -> list[Tensor]:
+        """Start copies of what rests of one momentum: itself, or codes and scales."""
+        resting = [local_tensor(entry.momentum), *([] if entry.scales is None else [entry.scales])]
+        return [self._lane_of(entry).bring(tensor, _device(entry)) for tensor in resting]
 
     def _lane_of(self, entry: MomentumOwner) -> CopyLane:
         if self._lane is not None:

@@ -24,9 +24,10 @@ from .notices import logger, shorten, warn_once
 from .owned_state import come_to_rest, in_standard_layout
 from .parameter_state import adapt_state, fits, has_values, new_state, saved_state
 from .qk_clip import QKClip, ready_clip
+from .quantized import check_library, with_plain_momenta
 from .rounding import STEP_KEY, warn_about_low_precision
 from .state_loading import LoadPlan, make_plain, plan_load
-from .state_spec import ROW_STATISTICS, StateSpec, specs_of
+from .state_spec import OPTIONAL_KEYS, StateSpec, specs_of
 from .step_reports import StepReports
 from .tensor_layout import needs_gather
 from .update_size import UpdateSize
@@ -59,6 +60,7 @@ class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
         ValueError: nothing to optimize, an untagged or duplicated parameter, a vector in a Muon group, a bad option.
         TypeError: a value of the wrong kind.
         NotImplementedError: a complex parameter.
+        ImportError: `momentum_dtype=int8` without bitsandbytes.
     """
 
     finite_reducer: FiniteReducer | None = None
@@ -75,6 +77,8 @@ class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
         if config is not None and not isinstance(config, MuonConfig):
             raise TypeError(f"config must be a MuonConfig; got {type(config).__name__}. Pass options by keyword.")
         self._config = dataclasses.replace(config or MuonConfig(), **coerce_options(options))
+        if self._config.momentum_dtype == "int8":
+            check_library()
         self._set_missing_attributes()
         groups = as_groups(params_or_groups)
         base_lr = self._config.lr
@@ -157,7 +161,7 @@ class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
         settle_copies()
         come_to_rest(param for group in self.param_groups for param in group["params"])
         result = super().state_dict()
-        result["state"] = self._with_gathered(in_standard_layout(result["state"]))
+        result["state"] = self._with_gathered(in_standard_layout(with_plain_momenta(result["state"])))
         for group in result["param_groups"]:
             make_plain(group)
         return result
@@ -225,7 +229,7 @@ class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
         grads = named_gradients(named, self._check_reduced)
         self._sizes = UpdateSize()
         self._diagnostics.begin_step()
-        clip = ready_clip(self._config, self.qk_clip)
+        clip = ready_clip(self._config, self.qk_clip, self._largest_over_ranks)
         params = [param for _, param in named]
         verdict = self._guard.judge(grads, params, self.finite_reducer, self._choose_policy)
         if not verdict.skip:
@@ -241,15 +245,16 @@ class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
                     self._step_adam(index, group, verdict.mask)
             for exchange in sending:
                 exchange.finish()
+            self._diagnostics.add_ranks(len(self.param_groups), self._total_over_ranks)
         if clip is not None:
-            clip.apply_(named, verdict)
+            clip.apply_(named, verdict, self._largest_over_ranks)
         return loss
 
     def _step_muon(self, index: int, group: dict[str, Any], mask: Tensor | None) -> None:
         labels = [label_of(group, index, place) for place in range(len(group["params"]))]
         states = [self.state[param] for param in group["params"]]
         entries = [
-            MuonEntry(param, grad, state["momentum_buffer"], view, label, state.get(ROW_STATISTICS))
+            MuonEntry(param, grad, state["momentum_buffer"], view, label, *(state.get(key) for key in OPTIONAL_KEYS))
             for param, state, view, label in zip(group["params"], states, group["matrix_views"], labels, strict=True)
             if (grad := self._gradient_to_apply(param)) is not None
         ]

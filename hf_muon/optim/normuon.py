@@ -41,7 +41,7 @@ def normalize_rows_(
     results, moments = [], []
     for matrix, before in zip(orthogonal, view.matrices(rows), strict=True):
         m, n = matrix.shape[-2:]
-        wide = matrix.to(before.dtype)
+        wide = matrix.to(before.dtype).contiguous()  # so that sums run in one order, however the matrix is stored
         mean_square = wide.square().mean(dim=-1, keepdim=True) if n else torch.zeros_like(before)  # (..., M, 1)
         moment = before * beta2 + mean_square * (1.0 - beta2)
         moments.append(moment)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .auxiliary_adam import STATE_KEYS, new_adam_state, new_step
 from .normuon import load_rows
-from .state_spec import ROW_STATISTICS, StateSpec
+from .quantized import plain_momentum, quantized_state, zero_scales
+from .state_spec import MOMENTUM_SCALE, ROW_STATISTICS, StateSpec
 from .tensor_layout import copy_into_layout, local_tensor, same_layout, zeros_in_layout
 
 MUON_STATE_KEYS = ("momentum_buffer",)
@@ -29,9 +30,10 @@ def new_state(param: Tensor, use_muon: bool, fused: bool, spec: StateSpec) -> St
     if not use_muon:
         return new_adam_state(param, fused, spec.adam_dtype(param))
     dtype, device = spec.momentum_dtype(param), spec.momentum_device(param)
+    scales = {MOMENTUM_SCALE: zero_scales(param, spec)} if spec.quantized else {}
     if spec.elsewhere:
-        return {"momentum_buffer": param.new_empty((0, *param.shape[1:]), dtype=dtype, device=device)}
-    return {"momentum_buffer": zeros_in_layout(param, dtype, device)}
+        return {"momentum_buffer": param.new_empty((0, *param.shape[1:]), dtype=dtype, device=device), **scales}
+    return {"momentum_buffer": zeros_in_layout(param, dtype, device), **scales}
 
 
 def fits(param: Tensor, state: State, use_muon: bool, spec: StateSpec) -> bool:
@@ -40,6 +42,8 @@ def fits(param: Tensor, state: State, use_muon: bool, spec: StateSpec) -> bool:
     device = spec.momentum_device(param) if use_muon else param.device
     shape = (0, *param.shape[1:]) if use_muon and spec.elsewhere else param.shape
     if use_muon and spec.row_statistics and ROW_STATISTICS not in state:
+        return False
+    if use_muon and spec.quantized and MOMENTUM_SCALE not in state:
         return False
     for key in state_keys(use_muon):
         value = state.get(key)
@@ -65,6 +69,8 @@ def adapt_state(param: Tensor, state: State, use_muon: bool, fused: bool, spec: 
             return None
         if key != "step" and not same_layout(value, param):
             return None
+    if MOMENTUM_SCALE in state:
+        values["momentum_buffer"] = plain_momentum(state)
     made = saved_state(param, values, {}, use_muon, fused, spec)
     if use_muon and spec.row_statistics and ROW_STATISTICS in state:
         made[ROW_STATISTICS] = state[ROW_STATISTICS].to(param.device)  # of a matrix stored the same way
@@ -85,8 +91,8 @@ def saved_state(param: Tensor, saved: State, live: State, use_muon: bool, fused:
     if use_muon and spec.elsewhere:
         return new_state(param, use_muon, fused, spec)
     if use_muon:
-        dtype, device = spec.momentum_dtype(param), spec.momentum_device(param)
-        made = {"momentum_buffer": copy_into_layout(saved["momentum_buffer"], param, dtype, device)}
+        dtype, device = spec.plain_dtype(param), spec.momentum_device(param)
+        made = resting_state(copy_into_layout(saved["momentum_buffer"], param, dtype, device), param, spec)
         if ROW_STATISTICS in live:
             made[ROW_STATISTICS] = load_rows(saved.get(ROW_STATISTICS), live[ROW_STATISTICS])
         return made
@@ -96,6 +102,11 @@ def saved_state(param: Tensor, saved: State, live: State, use_muon: bool, fused:
         "exp_avg": copy_into_layout(saved["exp_avg"], param, dtype),
         "exp_avg_sq": copy_into_layout(saved["exp_avg_sq"], param, dtype),
     }
+
+
+def resting_state(momentum: Tensor, param: Tensor, spec: StateSpec) -> State:
+    """Return the state of a matrix whose plain `momentum` is at hand in its layout, dtype and place of rest."""
+    return quantized_state(momentum, param, spec) if spec.quantized else {"momentum_buffer": momentum}
 
 
 def has_values(state: State) -> bool:

@@ -28,7 +28,7 @@ def step_rounding(config: MuonConfig, group: dict[str, Any]) -> Rounding | None:
 def muon_variants(config: MuonConfig, group: dict[str, Any], diagnostics: StepDiagnostics) -> StepVariants:
     """Return what the step of a Muon group does beyond plain Muon; counts the step of `group` for random bits."""
     rounding, spec = step_rounding(config, group), spec_of(config)
-    resting = spec.low_precision_momentum or spec.offload
+    resting = spec.low_precision_momentum or spec.quantized or spec.offload
     return StepVariants(
         momentum=RestingMomentum(rounding) if resting else MomentumStore(),
         rounding=rounding if config.stochastic_rounding == "true" else None,

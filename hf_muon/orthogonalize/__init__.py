@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .coefficients import COEFFICIENTS, coefficient_rows
 from .cost import ns_flops, resolve_method
-from .dispatch import resolve_dtype
+from .dispatch import resolve_dtype, stack_size
 from .newton_schulz import TINY, newton_schulz, newton_schulz_many
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "ns_flops",
     "resolve_dtype",
     "resolve_method",
+    "stack_size",
 ]

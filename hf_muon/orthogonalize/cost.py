@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 from ..config import nearest
@@ -43,7 +44,8 @@ def gram_runs(steps: int) -> tuple[int, ...]:
     return tuple(runs)
 
 
-def panel_bounds(n: int, device_type: str) -> list[tuple[int, int]]:
+@functools.cache
+def panel_bounds(n: int, device_type: str) -> tuple[tuple[int, int], ...]:
     """Return the row panels in which a symmetric (n, n) product is computed on this kind of device.
 
     Panel (start, end) computes rows start:end of columns 0:end. One panel means a plain full product.
@@ -52,7 +54,7 @@ def panel_bounds(n: int, device_type: str) -> list[tuple[int, int]]:
     if device_type == "cpu" and n >= PANEL_MIN_SIDE:
         count = MANY_PANELS if n >= MANY_PANELS_MIN_SIDE else NUM_PANELS
     edges = [n * i // count for i in range(count + 1)]
-    return list(itertools.pairwise(edges))
+    return tuple(itertools.pairwise(edges))
 
 
 def ns_flops(m: int, n: int, *, steps: int = 5, method: str = "gram", batch: int = 1, device_type: str = "cpu") -> int:

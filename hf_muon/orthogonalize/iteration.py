@@ -14,17 +14,18 @@ from .coefficients import Row
 from .cost import gram_runs, panel_bounds
 
 
-def standard_iteration(x: Tensor, rows: tuple[Row, ...]) -> Tensor:
+def standard_iteration(x: Tensor, rows: tuple[Row, ...], spare: Tensor | None = None) -> Tensor:
     """Apply `X <- a X + (b A + c A^2) X`, `A = X X^T`, once per row.
 
     Args:
         x: (M, N) or (B, M, N), Frobenius norm at most about one; overwritten.
         rows: (a, b, c) per step.
+        spare: a buffer like `x` to work in; overwritten. Without it one is made.
 
     Returns:
-        The iterate, in `x` or in a buffer of its size.
+        The iterate: `x` or the buffer.
     """
-    spare = torch.empty_like(x)
+    spare = torch.empty_like(x) if spare is None else spare
     gram, square = _squares(x, 2)
     for a, b, c in rows:
         _gram(x, gram)
@@ -34,7 +35,7 @@ def standard_iteration(x: Tensor, rows: tuple[Row, ...]) -> Tensor:
     return x
 
 
-def gram_iteration(x: Tensor, rows: tuple[Row, ...]) -> Tensor:
+def gram_iteration(x: Tensor, rows: tuple[Row, ...], spare: Tensor | None = None) -> Tensor:
     """Run the same polynomials on `R = X X^T` and multiply X once per run: `X <- Q X`.
 
     Each run of `gram_runs` starts from a fresh R. Within a run R follows by `R <- P R P`, whose rounding error grows
@@ -43,11 +44,12 @@ def gram_iteration(x: Tensor, rows: tuple[Row, ...]) -> Tensor:
     Args:
         x: (M, N) or (B, M, N), Frobenius norm at most about one; overwritten.
         rows: (a, b, c) per step.
+        spare: a buffer like `x` to work in; overwritten. Without it one is made.
 
     Returns:
-        The iterate, in `x` or in a buffer of its size.
+        The iterate: `x` or the buffer.
     """
-    spare = torch.empty_like(x)
+    spare = torch.empty_like(x) if spare is None else spare
     r, z, q, t = _squares(x, 4)
     start = 0
     for length in gram_runs(len(rows)):
@@ -82,6 +84,9 @@ def _gram(x: Tensor, out: Tensor) -> None:
 def _symmetric(left: Tensor, right: Tensor, *, base: Tensor | None, beta: float, alpha: float, out: Tensor) -> None:
     """Write `beta base + alpha left right`, known to be symmetric, computing only panels up to the diagonal."""
     bounds = panel_bounds(out.shape[-1], out.device.type)
+    if len(bounds) == 1:
+        _product(base, left, right, beta=beta, alpha=alpha, out=out)
+        return
     for start, end in bounds:
         rows, columns = slice(start, end), slice(0, end)
         _product(

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +14,12 @@ from ..tracing import traced
 from . import compiled
 from .coefficients import Row, coefficient_rows
 from .cost import check_method, check_steps, resolve_method
-from .dispatch import loops_over_matrices, resolve_dtype
+from .dispatch import loops_over_matrices, resolve_dtype, stack_size
 from .iteration import gram_iteration, standard_iteration
 
 TINY = 5e-324  # the smallest positive double: the default never changes a result, zero is handled apart
-BATCH_BYTES = 256 * 2**20  # largest stack of equal matrices that `newton_schulz_many` builds
+_CONTIGUOUS = torch.contiguous_format
+_FEW_ELEMENTS = 16 * 1024
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -54,8 +56,8 @@ def newton_schulz(
         ValueError: fewer than two dimensions, unknown method, coefficients or dtype, steps below 1, eps not above 0.
 
     Note:
-        FLOPs: `ns_flops`. Beyond the result it holds one more (..., M, N) and two (standard) or four (gram) square
-        buffers of the short side, in the dtype of the products; on a CPU large matrices of a batch go one by one.
+        FLOPs: `ns_flops`. Beyond the result it holds, for one stack at a time, two (M, N) and two (standard) or four
+        (gram) square buffers of the short side per matrix, in the dtype of the products.
     """
     rows = _check(matrix, method, steps, coefficients, eps)
     if torch.compiler.is_compiling():  # the dtype is resolved inside: its probe must not be traced
@@ -73,6 +75,7 @@ def newton_schulz_many(
     coefficients: str | Sequence[Sequence[float]] = "keller",
     dtype: str | torch.dtype | None = None,
     eps: float = TINY,
+    in_place: bool = False,
 ) -> list[Tensor]:
     """Orthogonalize many matrices; those of equal shape, dtype and device share batched products.
 
@@ -83,6 +86,7 @@ def newton_schulz_many(
         coefficients: table name or rows.
         dtype: dtype of the products.
         eps: lower bound of the norm.
+        in_place: write each result over its input and return the inputs.
 
     Returns:
         One tensor per input, in order; equal to `newton_schulz` of each to rounding.
@@ -92,56 +96,120 @@ def newton_schulz_many(
         ValueError: as in `newton_schulz`.
 
     Note:
-        A stack holds at most 256 MiB; matrices too large to gain from a batch on their device go one by one.
+        Beyond the results one stack is worked on at a time: on a CPU what its caches hold or one matrix, elsewhere
+        64 MiB of float32 or one matrix.
     """
-    options = {"method": method, "steps": steps, "coefficients": coefficients, "dtype": dtype, "eps": eps}
+    if torch.compiler.is_compiling():
+        options = {"method": method, "steps": steps, "coefficients": coefficients, "dtype": dtype, "eps": eps}
+        results = [newton_schulz(matrix, **options) for matrix in matrices]  # type: ignore[arg-type]
+        return [m.copy_(r) for m, r in zip(matrices, results, strict=True)] if in_place else results
+    rows: tuple[Row, ...] = ()
     alike: dict[tuple, list[int]] = {}
     for index, matrix in enumerate(matrices):
-        _check(matrix, method, steps, coefficients, eps)
+        rows = _check(matrix, method, steps, coefficients, eps)
         alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(index)
-    results: list[Tensor | None] = [None] * len(matrices)
+    outputs = list(matrices) if in_place else [torch.empty_like(m, memory_format=_CONTIGUOUS) for m in matrices]
     for indices in alike.values():
-        for chunk in _chunks(indices, matrices[indices[0]], dtype):
-            if len(chunk) == 1:
-                results[chunk[0]] = newton_schulz(matrices[chunk[0]], **options)  # type: ignore[arg-type]
-                continue
-            stacked = newton_schulz(torch.stack([matrices[i] for i in chunk]), **options)  # type: ignore[arg-type]
-            for index, result in zip(chunk, stacked.unbind(0), strict=True):
-                results[index] = result
-    return [result for result in results if result is not None]
+        first = matrices[indices[0]]
+        product_dtype = resolve_dtype(dtype, first.device, first.dtype)
+        group = [matrices[index] for index in indices]
+        _orthogonalize_into([outputs[index] for index in indices], group, method, rows, product_dtype, eps)
+    return outputs
 
 
-@traced("newton_schulz", lambda matrix, *_: "x".join(map(str, matrix.shape)))
-@torch.no_grad()
 def orthogonalize(
     matrix: Tensor, method: str, rows: tuple[Row, ...], product_dtype: torch.dtype, eps: float
 ) -> Tensor:
     """Run the iteration on checked arguments; see `newton_schulz`."""
-    if matrix.numel() == 0:
-        return torch.empty_like(matrix)
-    m, n = matrix.shape[-2:]
-    batch = math.prod(matrix.shape[:-2])
-    form = resolve_method(method, m, n, len(rows), device_type=matrix.device.type)
+    out = torch.empty_like(matrix, memory_format=_CONTIGUOUS)
+    _orthogonalize_into([out], [matrix], method, rows, product_dtype, eps)
+    return out
+
+
+@traced("newton_schulz", lambda _, matrices, *__: f"{len(matrices)} x {'x'.join(map(str, matrices[0].shape))}")
+@torch.no_grad()
+def _orthogonalize_into(
+    outputs: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    method: str,
+    rows: tuple[Row, ...],
+    product_dtype: torch.dtype,
+    eps: float,
+) -> None:
+    """Write the orthogonalized `matrices`, all of one shape, dtype and device, into `outputs`, stack by stack."""
+    example = matrices[0]
+    if example.numel() == 0:
+        return
+    m, n = example.shape[-2:]
+    kind = example.device.type
+    form = resolve_method(method, m, n, len(rows), device_type=kind)
     iterate = gram_iteration if form == "gram" else standard_iteration
-    flat = matrix.reshape(batch, m, n)
-    if not loops_over_matrices(m, n, matrix.device.type):
-        # A batch of one too: one kernel for every batch size, so that a result does not depend on its neighbours.
-        return iterate(_normalised(flat, product_dtype, eps), rows).to(matrix.dtype).reshape(matrix.shape)
-    if batch == 1:
-        return iterate(_normalised(flat[0], product_dtype, eps), rows).to(matrix.dtype).reshape(matrix.shape)
-    out = torch.empty(flat.shape, dtype=matrix.dtype, device=matrix.device)
-    for one, target in zip(flat.unbind(0), out.unbind(0), strict=True):
-        target.copy_(iterate(_normalised(one, product_dtype, eps), rows))
-    return out.reshape(matrix.shape)
+    plain = loops_over_matrices(m, n, kind)
+    for sources, targets in _stacks(matrices, outputs, stack_size(m, n, kind)):
+        joined = sources[0] if len(sources) == 1 else torch.cat(sources)
+        stack = _normalised(joined, product_dtype, eps, overwrite=len(sources) > 1)
+        del joined  # it and the stack before would be in memory for nothing
+        _iterate_into(targets, stack, functools.partial(iterate, rows=rows), plain)
+        del stack
 
 
-def _normalised(matrix: Tensor, product_dtype: torch.dtype, eps: float) -> Tensor:
-    """Divide each matrix by max(Frobenius norm, eps) in at least float32, then cast; always a new tensor."""
+def _iterate_into(targets: Sequence[Tensor], stack: Tensor, iterate: Callable[..., Tensor], plain: bool) -> None:
+    """Iterate on a (b, M, N) stack, as one plain matrix where `plain`, and write it to `targets` of b altogether."""
+    into = targets[0] if len(targets) == 1 and _is_like(targets[0], stack) else None
+    spare = torch.empty_like(stack) if into is None else into
+    # Without `plain` a stack of one too: one kernel for every number of matrices, so that neighbours do not matter.
+    x, buffer = (stack[0], spare[0]) if plain else (stack, spare)
+    result = iterate(x, spare=buffer)
+    if into is None or result is not buffer:
+        parts = (result[None] if plain else result).split([len(target) for target in targets])
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(part)
+
+
+def _is_like(target: Tensor, stack: Tensor) -> bool:
+    """Return whether the iteration may use `target` as its buffer: at an address as round as a new tensor's, too."""
+    aligned = target.storage_offset() * target.itemsize % 64 == 0
+    return aligned and target.dtype == stack.dtype and target.is_contiguous()
+
+
+def _stacks(
+    matrices: Sequence[Tensor], outputs: Sequence[Tensor], size: int
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield pieces (b, M, N) of matrices and outputs, `size` matrices together at most; the outputs are views."""
+    sources, targets, held = list[Tensor](), list[Tensor](), 0
+    for matrix, output in zip(matrices, outputs, strict=True):
+        for place in itertools.product(*map(range, matrix.shape[:-3])):
+            for piece, target in zip(
+                _batch(matrix[place]).split(size), _batch(output[place]).split(size), strict=True
+            ):
+                if sources and held + len(piece) > size:
+                    yield sources, targets
+                    sources, targets, held = [], [], 0
+                sources.append(piece)
+                targets.append(target)
+                held += len(piece)
+    if sources:
+        yield sources, targets
+
+
+def _batch(matrix: Tensor) -> Tensor:
+    return matrix if matrix.ndim == 3 else matrix[None]
+
+
+def _normalised(matrix: Tensor, product_dtype: torch.dtype, eps: float, *, overwrite: bool = False) -> Tensor:
+    """Divide each matrix by max(Frobenius norm, eps) in at least float32, then cast; a new tensor, or `matrix`."""
+    m, n = matrix.shape[-2:]
+    if matrix.device.type == "cpu" and m * n <= _FEW_ELEMENTS and matrix.dtype != torch.float64:
+        # Nothing leaves the range of float64: five calls in place of twelve, where calls are what costs.
+        double = matrix.double()
+        norm = torch.linalg.vector_norm(double, dim=(-2, -1), keepdim=True)
+        return double.div_(norm.clamp_(min=eps)).to(product_dtype).contiguous()
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()
     # Squares of very large or very small entries leave the range of float32: bring the largest entry to one first.
-    largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
+    largest = torch.maximum(wide.amax(dim=(-2, -1), keepdim=True), wide.amin(dim=(-2, -1), keepdim=True).neg_())
     # Into a contiguous tensor: the bits of the result then do not depend on how the matrix was stored.
-    scaled = torch.div(wide, torch.where(largest == 0, 1.0, largest), out=wide.new_empty(wide.shape))
+    out = wide if overwrite or wide is not matrix else wide.new_empty(wide.shape)
+    scaled = torch.div(wide, torch.where(largest == 0, 1.0, largest), out=out if out.is_contiguous() else None)
     # Row norms first: a single running sum over tens of millions of entries would lose digits.
     norm = torch.linalg.vector_norm(torch.linalg.vector_norm(scaled, dim=-1, keepdim=True), dim=-2, keepdim=True)
     if eps > TINY:
@@ -170,12 +238,3 @@ def _check(
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps > 0:
         raise ValueError(f"eps must be a number above 0; got {eps!r}. Leave it out for the default.")
     return coefficient_rows(coefficients, steps)
-
-
-def _chunks(indices: list[int], example: Tensor, dtype: str | torch.dtype | None) -> list[list[int]]:
-    """Split matrices of one shape into stacks that stay below `BATCH_BYTES`; singles where a batch is no gain."""
-    if example.numel() == 0 or loops_over_matrices(example.shape[-2], example.shape[-1], example.device.type):
-        return [[index] for index in indices]
-    width = max(4, resolve_dtype(dtype, example.device, example.dtype).itemsize)
-    size = max(1, BATCH_BYTES // (example.numel() * width))
-    return [indices[start : start + size] for start in range(0, len(indices), size)]

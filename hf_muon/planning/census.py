@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..distributed.ownership import Matrix, OwnershipPlan, build_plan
+from ..distributed.rates import DeviceRates, work_on
 from ..param_groups import MatrixView, ParameterRow, explain_parameters
 from .units import unit_names, unit_of
 
@@ -50,17 +51,24 @@ class Census:
                 totals[parameter.unit] += parameter.row.count
         return list(totals.values())
 
-    def matrices(self) -> list[Matrix]:
-        """Return what the runtime gives owners to, in its order; stacks of experts are one entry each."""
+    def matrices(self, rates: DeviceRates | None = None) -> list[Matrix]:
+        """Return what the runtime gives owners to, in its order; stacks of experts are one entry each.
+
+        Args:
+            rates: measured seconds as the cost; None: FLOPs of a GPU.
+        """
+        work = work_on("cuda", rates)
         return [
-            Matrix.of_parameter(parameter.row.name, parameter.row.shape, parameter.unit, view=parameter.row.view)
+            Matrix.of_parameter(
+                parameter.row.name, parameter.row.shape, parameter.unit, view=parameter.row.view, work=work
+            )
             for parameter in self.parameters
             if parameter.row.is_muon
         ]
 
-    def owners(self, *, shard: int, replicate: int = 1) -> OwnershipPlan:
-        """Return the ownership plan that `dedicate_params` would make on this grid."""
-        return build_plan(self.matrices(), replicate=replicate, shard=shard, split_stacks=True)
+    def owners(self, *, shard: int, replicate: int = 1, rates: DeviceRates | None = None) -> OwnershipPlan:
+        """Return the ownership plan that `dedicate_params` would make on this grid, with these rates."""
+        return build_plan(self.matrices(rates), replicate=replicate, shard=shard, split_stacks=True)
 
 
 def take_census(

@@ -17,16 +17,17 @@ from typing import Any
 from ..distributed.ownership import OwnershipPlan
 from ..distributed.runtime import MAX_REDUCTIONS_IN_FLIGHT
 from ..optim.functional import MAX_BATCH_BYTES
+from ..orthogonalize import stack_size
 from .activations import ActivationBytes
 from .census import Census
 from .zero import ADAM_STATE_BYTES, MUON_STATE_BYTES, STAGES, zero_parts
 
 MASTER, COMPUTE = 4, 2  # bytes per element
 PARTS = ("weights", "gradients", "states", "buffers", "activations")
-# What the Muon step holds per element of its largest batch: update, stack, two iterates, squares, result; a parameter
-# of several matrices is put together once more. Counted by running it on tensors without memory
-# (`prediction.step_temporaries`): 18 to 20, and 24.
-STEP_BYTES, FUSED_STEP_BYTES = 20, 24
+# What the Muon step holds: a float32 update per element of its batch, and of one stack two bfloat16 iterates and about
+# as much in squares; around that, one parameter's masked gradient or parts put together. Counted by running it on
+# tensors without memory (`prediction.step_temporaries`).
+UPDATE_BYTES, STACK_BYTES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -168,14 +169,13 @@ class _Sizes:
 
 def _step_bytes(census: Census, owners: OwnershipPlan, has_owners: bool) -> float:
     """Return the temporaries of the largest batch of equal matrices that the rank's Muon step works on."""
-    fused = {p.row.name for p in census.parameters if p.row.view.parts}
     matrices = owners.matrices_of(busiest_rank(owners)) if has_owners else census.matrices()
-    batches = Counter((matrix.shape, matrix.name in fused) for matrix in matrices)
     largest = 0
-    for (shape, is_fused), count in batches.items():
+    for shape, count in Counter(matrix.shape for matrix in matrices).items():
         numel = math.prod(shape)
-        together = min(count, max(1, MAX_BATCH_BYTES // (4 * numel)))
-        largest = max(largest, together * numel * (FUSED_STEP_BYTES if is_fused else STEP_BYTES))
+        batch = min(count, max(1, MAX_BATCH_BYTES // (UPDATE_BYTES * numel))) * numel
+        stack = min(batch, stack_size(shape[-2], shape[-1], "cuda") * math.prod(shape[-2:]))
+        largest = max(largest, UPDATE_BYTES * batch + max(STACK_BYTES * stack, UPDATE_BYTES * numel))
     return largest
 
 

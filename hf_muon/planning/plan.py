@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..distributed.ownership import OwnershipPlan
+from ..distributed.rates import DeviceRates, read_rates
 from .activations import ActivationBytes, estimate_activations
 from .advice import GIB, Recommendation, recommend
 from .census import Census, take_census
 from .memory import COMPUTE, MASTER, LayoutMemory, gathered_elements, memory_table
 from .model_source import build_meta_model, resolve_model
+from .variants import variant_table
 from .wire import naive_wire_elements, payload_elements, wire_elements
 from .zero import MUON_STATE_BYTES, zero_table
 
@@ -35,6 +38,7 @@ class Plan:
         activations: of one rank, for the batch, without and with checkpointing; None where no formula is known.
         memory: peak of the busiest rank for every layout.
         recommendation: the mode to start with.
+        rates: measured rates that the owners are balanced by; None: FLOPs.
     """
 
     model: str
@@ -46,6 +50,7 @@ class Plan:
     activations: dict[str, ActivationBytes | None]
     memory: tuple[LayoutMemory, ...]
     recommendation: Recommendation
+    rates: DeviceRates | None = None
 
     @property
     def shard(self) -> int:
@@ -92,11 +97,24 @@ class Plan:
         counts = [0] * self.world_size
         for owner in self.ownership.owners:
             counts[owner] += 1
-        rows = zip(counts, self.ownership.elements_per_rank(), self.ownership.ns_cost_per_rank(), strict=True)
-        return [
+        rows = zip(counts, self.ownership.elements_per_rank(), self._flops_per_rank(), strict=True)
+        table: list[dict[str, Any]] = [
             {"rank": rank, "matrices": count, "elements": elements, "ns_flops": int(flops)}
             for rank, (count, elements, flops) in enumerate(rows)
         ]
+        if self.rates is not None:
+            for row, seconds in zip(table, self.ownership.ns_cost_per_rank(), strict=True):
+                row["ns_seconds"] = seconds
+        return table
+
+    def _flops_per_rank(self) -> list[float]:
+        if self.rates is None:
+            return self.ownership.ns_cost_per_rank()
+        each = {matrix.name: matrix.cost / matrix.experts for matrix in self.census.matrices()}
+        flops = [0.0] * self.world_size
+        for matrix, owner in zip(self.ownership.matrices, self.ownership.owners, strict=True):
+            flops[owner] += each[matrix.name] * matrix.experts
+        return flops
 
     def _more(self) -> dict[str, Any]:
         """Return what goes beyond the documented core: balance, activations, memory by part."""
@@ -116,6 +134,7 @@ class Plan:
                 name: None if found is None else found.peak for name, found in self.activations.items()
             },
             "memory": [row.to_dict() for row in self.memory],
+            "variants": variant_table((p.row for p in self.census.parameters), self.world_size, self.shard),
         }
 
 
@@ -131,6 +150,7 @@ def plan(
     include: tuple[str, ...] = (),
     exclude: tuple[str, ...] = (),
     matrix_split: str = "auto",
+    rates: DeviceRates | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Compute routing, owners, bytes on the wire, and memory per rank of training a model with Muon.
 
@@ -146,18 +166,21 @@ def plan(
         include: regexes of tensors that must be on Muon.
         exclude: regexes of tensors that must be on AdamW.
         matrix_split: as in `tag_parameters`.
+        rates: what `hf-muon calibrate` measured, or the path of its file: owners are balanced by seconds, not FLOPs.
 
     Raises:
-        ValueError: numbers that do not fit each other, or a model that cannot be found or routed.
+        ValueError: numbers that do not fit each other, a model that cannot be found or routed, or a file that is none
+            of rates.
         TypeError: `model_or_config` is of another kind.
 
     Note:
         Under a second for the shipped models once transformers is imported, also for 4,096 ranks.
     """
     _check(world_size, replicate, micro_batch, seq_len, device_gib)
-    name, config, model = _find(model_or_config)
+    name, config, model = find_model(model_or_config)
     census = take_census(model, include=include, exclude=exclude, matrix_split=matrix_split)
-    owners = census.owners(shard=world_size // replicate, replicate=replicate)
+    measured = rates if rates is None or isinstance(rates, DeviceRates) else read_rates(rates)
+    owners = census.owners(shard=world_size // replicate, replicate=replicate, rates=measured)
     batch, found = None, {}
     if micro_batch is not None and seq_len is not None:
         batch = (micro_batch, seq_len, checkpointing)
@@ -169,10 +192,10 @@ def plan(
     known = peaks if batch is None or chosen is not None else {}  # without activations a peak says nothing
     device_bytes = None if device_gib is None else round(device_gib * GIB)
     advice = recommend(census.elements, world_size, known, device_bytes)
-    return Plan(name, world_size, replicate, census, owners, batch, found, tuple(table), advice)
+    return Plan(name, world_size, replicate, census, owners, batch, found, tuple(table), advice, measured)
 
 
-def _find(source: Any) -> tuple[str, Any, nn.Module]:
+def find_model(source: Any) -> tuple[str, Any, nn.Module]:
     """Return name, configuration (None where there is none) and a model, on meta unless it was given."""
     if isinstance(source, nn.Module):
         config = getattr(source, "config", None)

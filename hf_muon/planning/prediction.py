@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from .. import distributed
-from .._compat_planning import MemoryTimeline, fake_mode, fake_process_group, meta_peak
+from .._compat_planning import MemoryTimeline, fake_mode, fake_process_group
 from ..distributed.collectives import Communicator, RankGrid
 from ..distributed.dedicate import Placement, assign_units, make_plan, start_runtime
 from ..optim.auxiliary_adam import adamw_update_
 from ..optim.functional import MAX_BATCH_BYTES, MuonEntry, MuonOptions, muon_update_
 from ..param_groups import MatrixView, tag_parameters
+from .allocations import AllocationCounter
 from .census import take_census
 from .fake_attention import use_flash_attention
 from .memory import busiest_rank
@@ -142,7 +143,7 @@ class _FakeRun:
             shard()
             placement = Placement(reshard_after_forward=reshard)
             homes = assign_units(self.model, detached)
-            plan = make_plan(detached, homes, comm.grid, placement)
+            plan = make_plan(detached, homes, comm.grid, placement, "cuda")
             everywhere = [True] * comm.grid.size
             self.runtime = start_runtime(self.model, detached, plan, homes, comm, placement, everywhere)
         else:
@@ -199,7 +200,9 @@ def step_temporaries(owned: Sequence[tuple[tuple[int, ...], MatrixView]]) -> int
     if not entries:
         return 0
     skip = torch.empty((), dtype=torch.bool, device="meta")
-    return meta_peak(lambda: muon_update_(entries, STEP, skip=skip))
+    with AllocationCounter() as allocations:
+        muon_update_(entries, STEP, skip=skip)
+    return allocations.peak
 
 
 def _adam_state(local: Tensor) -> dict[str, Tensor]:

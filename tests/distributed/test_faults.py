@@ -53,7 +53,7 @@ def disagree(seed, how):
 def test_plans_that_differ_raise_on_every_rank(seed, how):
     for message, seconds, restored in run_on_ranks(2, disagree, seed, how):
         assert "ownership plan must be the same on every rank; got 2 plans (ranks [0]:" in message
-        assert "Check that model, predicate, parameter order and dtypes agree." in message
+        assert "Check that model, predicate, parameter order, dtypes and rates agree." in message
         assert seconds < 10
         assert restored
 

@@ -112,4 +112,4 @@ def test_ranges_in_a_profile_name_units_and_shapes(seed):
     whats = ("broadcast of layers.0", "gradient reduction of layers.1")
     expected = {f"hf_muon::{act} {what}" for act in ("issue", "wait") for what in whats}
     for names in run_on_ranks(2, profiled_step, seed):
-        assert expected | {"hf_muon::newton_schulz 3x8x6"} <= names
+        assert expected | {"hf_muon::newton_schulz 1 x 3x8x6"} <= names

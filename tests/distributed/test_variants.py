@@ -25,8 +25,10 @@ from tests.support.worker_pool import run_on_ranks
         ({"normuon": True, "offload": "cpu"}, TIGHT),
         # Where a gradient differs in its last bit, a rounding may fall on the other neighbour: 2**-8 of one momentum.
         ({"momentum_dtype": "bfloat16"}, 2e-3),
+        # The same, and a code is 1/127 of the largest value of its block.
+        ({"momentum_dtype": "int8", "normuon": True, "offload": "cpu"}, 1e-2),
     ],
-    ids=["normuon-offload", "bfloat16"],
+    ids=["normuon-offload", "bfloat16", "int8-normuon-offload"],
 )
 def test_variants_on_owners_equal_one_process(seed, options, limit):
     gap = gap_to_one_process(seed, (2,), [[0, 1]], True, **options)
@@ -34,12 +36,12 @@ def test_variants_on_owners_equal_one_process(seed, options, limit):
     assert gap <= limit
 
 
-def resume(seed):
+def resume(seed, dtype):
     """Four steps; then again from a state dict taken after two, which holds ordinary sharded DTensors.
 
     The head is on Muon without an owner here: its momentum stays sharded, its row statistics whole on every rank.
     """
-    options = {"normuon": True, "momentum_dtype": "bfloat16", "stochastic_rounding": "true", "offload": "cpu"}
+    options = {"normuon": True, "momentum_dtype": dtype, "stochastic_rounding": "true", "offload": "cpu"}
 
     def fresh():
         net = models.make_model(seed).bfloat16()
@@ -64,6 +66,7 @@ def resume(seed):
             parts = distribute_tensor(weights[name], parameter.device_mesh, parameter.placements)
             parameter.data.copy_(parts)
     second.load_state_dict(saved)
+    assert_same_in_one_process(seed, net, saved, dtype)
     for model, its_optimizer in ((net, optimizer), (other, second)):
         train(model, its_optimizer, range(2, 4))
     first_state, second_state = models.whole_state(net), models.whole_state(other)
@@ -71,14 +74,36 @@ def resume(seed):
     shapes = {tuple(optimizer.state[p][ROW_STATISTICS].shape) for p in owned}
     dtypes = {optimizer.state[p]["momentum_buffer"].dtype for p in owned}
     moved = any(not torch.equal(first_state[name], weights[name]) for name in weights)
-    return all(torch.equal(first_state[n], second_state[n]) for n in weights), moved, shapes, dtypes
+    plain = {values["momentum_buffer"].dtype for values in saved["state"].values() if "momentum_buffer" in values}
+    return all(torch.equal(first_state[n], second_state[n]) for n in weights), moved, shapes, (dtypes, plain)
 
 
-def test_every_variant_resumes_to_the_bit_through_the_standard_layout(seed):
-    for same, moved, shapes, dtypes in run_on_ranks(2, resume, seed):
+def assert_same_in_one_process(seed, net, saved, dtype):
+    """One process gets the momenta that the owners have, to the bit: blocks of codes start where matrices do."""
+    alone = models.make_model(seed).bfloat16()
+    hf_muon.tag_parameters(alone)
+    single = hf_muon.MuonWithAuxAdam(alone.named_parameters(), **OPTIONS, momentum_dtype=dtype)
+    single.load_state_dict(saved)
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    kept = single.state_dict()
+    places = {name: n for n, name in enumerate(n for group in kept["param_groups"] for n in group["param_names"])}
+    owned = {name for name, parameter in net.named_parameters() if hasattr(parameter, "is_owned")}
+    assert owned
+    for number, name in enumerate(names):
+        if name in owned:
+            whole = saved["state"][number]["momentum_buffer"].full_tensor()
+            assert whole.any() and torch.equal(kept["state"][places[name]]["momentum_buffer"], whole)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rests", "is_saved"),
+    [("bfloat16", torch.bfloat16, torch.bfloat16), ("int8", torch.uint8, torch.float32)],
+)
+def test_every_variant_resumes_to_the_bit_through_the_standard_layout(seed, dtype, rests, is_saved):
+    for same, moved, shapes, dtypes in run_on_ranks(2, resume, seed, dtype):
         assert same and moved
         assert shapes == {(rows, 1) for rows in (models.HIDDEN, models.INTER, 3)}
-        assert dtypes == {torch.bfloat16}
+        assert dtypes == ({rests}, {is_saved})
 
 
 THRESHOLD = 20.0

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import hf_muon
 from hf_muon.param_groups import build_param_groups, explain_parameters
@@ -115,6 +116,20 @@ def two_ranks(model_type, seed, split, conv, dedicated, options):
     return models.whole_state(net)
 
 
+def two_replicas(model_type, seed, split, conv, options):
+    """Under DDP with owners: whole weights everywhere, and on this rank which momenta it has."""
+    net, rows = make(model_type, seed, split, conv)
+    optimizer = hf_muon.MuonWithAuxAdam(build_param_groups(rows, net, **GROUPS), **OPTIONS, **options)
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    owned = optimizer.dedicate_matrices(ddp)
+    for step in range(STEPS):
+        loss_of(ddp, seed, dist.get_rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = {n for n, p in net.named_parameters() if optimizer.state[p].get("momentum_buffer", p[:0]).numel()}
+    return {name: p.detach().clone() for name, p in net.named_parameters()}, owned, held
+
+
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "dbrx")
 CASES = [
     ("llama", "per_head", "adamw", True),  # grouped queries
@@ -145,4 +160,25 @@ def test_two_ranks_equal_one_process(seed, model_type, split, conv, dedicated, o
         assert torch.equal(value, results[1][name])
     gap = models.distance(start, end, results[0])
     print(f"{model_type} {split}: {gap:.2e} of the movement, {unreached} experts without a token")
+    assert gap <= TIGHT
+
+
+REPLICAS = [
+    ("llama", "per_head", {}),
+    ("gpt_neox", "per_head", {}),
+    ("gpt_oss", "fused", {}),
+    ("deepseek_v3", "per_head", ROWS),
+]
+
+
+@pytest.mark.parametrize(("model_type", "split", "options"), REPLICAS)
+def test_two_replicas_equal_one_process(seed, model_type, split, options):
+    start, end, _ = one_process(model_type, seed, split, "adamw", **options)
+    (first, owned, mine), (second, _, theirs) = run_on_ranks(
+        2, two_replicas, model_type, seed, split, "adamw", options
+    )
+    assert owned and mine and theirs and not mine & theirs
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    gap = models.distance(start, end, first)
+    print(f"{model_type} {split} {options}: {gap:.2e} of the movement")
     assert gap <= TIGHT

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_muon.optim import MuonWithAuxAdam
+from hf_muon.optim.quantized import dequantize, quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -37,3 +38,14 @@ def test_offload_on_a_stream_is_bit_for_bit_no_offload(dtype):
     for one, other in zip(momenta[:-1], resting[:-1], strict=True):
         assert one.is_cuda and not other.is_cuda and other.is_pinned()
         assert torch.equal(one.cpu(), other)
+
+
+def test_int8_momentum_offloads_to_the_same_bits_and_its_codes_are_those_of_the_cpu():
+    here, momenta = run("none", momentum_dtype="int8")
+    there, resting = run("cpu", momentum_dtype="int8")
+    assert all(map(torch.equal, here, there))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(momenta[:-1], resting[:-1], strict=True))
+    codes, scales = quantize(torch.randn(3, 70, 100, device="cuda"))
+    values = dequantize(codes, scales)
+    for again, their in (quantize(values), quantize(values.cpu())):
+        assert torch.equal(again.cpu(), codes.cpu()) and torch.equal(their.cpu(), scales.cpu())

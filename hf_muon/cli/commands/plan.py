@@ -11,9 +11,11 @@ import typer
 from ..console import print_json, quick_imports, results, say
 from ..errors import RunError, UsageError
 from .options import Debug, Json
+from .simulation import findings, print_simulation, run_simulation
 
 if TYPE_CHECKING:
     from ...planning.plan import Plan
+    from ...planning.simulation import Simulation
 
 GIB = 2**30
 
@@ -28,11 +30,20 @@ def plan(
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence; with --micro-batch.")] = None,
     checkpointing: Annotated[bool, typer.Option(help="Recompute layers in backward.")] = True,
     device_gib: Annotated[float | None, typer.Option(help="Memory of one GPU in GiB, for the advice.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write the memory picture to this page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the pictures to this page.")] = None,
+    rates: Annotated[Path | None, typer.Option(help="File of hf-muon calibrate: balance owners by seconds.")] = None,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Simulate a step on 8 to 4,096 ranks.")] = False,
+    device: Annotated[str, typer.Option(help="For --simulate: a100, h100, h200 or b200.")] = "h100",
+    figures: Annotated[
+        list[str] | None, typer.Option("--set", help="For --simulate: KEY=VALUE of the device; may repeat.")
+    ] = None,
+    grouped: Annotated[
+        bool, typer.Option("--grouped", help="For --simulate: what if a unit's broadcasts shared one latency.")
+    ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show who would own what, what a step would send, and what each rank would hold. Loads no weight."""
+    """Show who would own what, what a step would send and take, and what each rank would hold. Loads no weight."""
     with quick_imports():
         from ...planning.plan import plan as make_plan
     try:
@@ -44,28 +55,42 @@ def plan(
             seq_len=seq_len,
             checkpointing=checkpointing,
             device_gib=device_gib,
+            rates=rates,
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if not simulate and (figures or grouped):
+        raise UsageError("--set and --grouped are for --simulate. Add --simulate.")
+    simulated = None
+    if simulate:
+        simulated = run_simulation(model, found, checkpointing, device, figures or (), grouped)
     if html is not None:
-        _write_page(found, html)
+        _write_page(found, html, simulated)
     if json:
-        print_json(found.to_dict())
+        more = {} if simulated is None else {"simulation": simulated.to_dict()}
+        print_json({**found.to_dict(), **more})
     else:
         _print_tables(found)
+        if simulated is not None:
+            results.print()
+            print_simulation(simulated, world_size)
 
 
-def _write_page(found: Plan, path: Path) -> None:
+def _write_page(found: Plan, path: Path, simulated: Simulation | None) -> None:
     from ..report.memory_bars import memory_page
+    from ..report.overhead_chart import simulation_section
 
+    more = "" if simulated is None else simulation_section(simulated, findings(simulated))
     try:
-        path.write_text(memory_page(found), encoding="utf-8")
+        path.write_text(memory_page(found, more), encoding="utf-8")
     except OSError as error:
         raise RunError(f"--html must be a path that can be written; got {path}: {error.strerror}.") from None
-    say(f"Memory picture: {path}")
+    say(f"Pictures: {path}")
 
 
 def _print_tables(found: Plan) -> None:
+    from ..report.state_table import state_table
+
     document = found.to_dict()
     total = document["muon_elements"] + document["adamw_elements"]
     grid = f"{found.world_size:,} ranks"
@@ -81,6 +106,8 @@ def _print_tables(found: Plan) -> None:
     results.print()
     results.print(_memory_table(found))
     _print_batch_note(found)
+    results.print()
+    results.print(state_table(document["variants"]))
     results.print()
     advice = document["recommendation"]
     results.print(f"Start with {advice['mode']}: {advice['why']}", markup=False, style="bold")

@@ -40,7 +40,8 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{title}</title><style>{css}</style></head>
 <body><main><p class="eyebrow">hf-muon plan</p><h1>{title}</h1><p class="verdict">{verdict}</p>
-<section><h2>Memory of the busiest rank</h2><p class="note">{note}</p><figure>{bars}</figure></section></main></body>
+<section><h2>Memory of the busiest rank</h2><p class="note">{note}</p><figure>{bars}</figure></section>{more}
+</main></body>
 </html>
 """
 
@@ -71,8 +72,8 @@ def memory_bars(plan: Plan, layouts: Sequence[str] | None = None) -> str:
     )
 
 
-def memory_page(plan: Plan) -> str:
-    """Return a page with the bars and the advice that opens offline."""
+def memory_page(plan: Plan, more: str = "") -> str:
+    """Return a page with the bars and the advice that opens offline; `more` is HTML that follows them."""
     if plan.batch is None:
         note = "Without activations: no micro-batch was given. "
     else:
@@ -93,6 +94,7 @@ def memory_page(plan: Plan) -> str:
         verdict=escape(f"Start with {plan.recommendation.mode}: {plan.recommendation.why}"),
         note=escape(note),
         bars=memory_bars(plan),
+        more=more,
     )
 
 

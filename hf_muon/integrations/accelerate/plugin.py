@@ -22,6 +22,7 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
     Args:
         dmuon: `auto` takes the mode from `reshard_after_forward` (z3 if true, z2 if false); `z2` and `z3` set it apart
             from that of the remaining parameters; `off` shards the matrices like all others.
+        rates: file that `hf-muon calibrate` wrote: owners are balanced by its seconds instead of by FLOPs.
 
     Raises:
         ValueError: another value of `dmuon`.
@@ -30,6 +31,7 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
 
     fsdp_version: int = field(default=2, metadata={"help": "The FSDP version to use. Only 2 has owners."})
     dmuon: str = field(default="auto", metadata={"help": "Dedicated owners under FSDP2: auto, z2, z3 or off."})
+    rates: str | None = field(default=None, metadata={"help": "File of hf-muon calibrate, to balance owners by."})
 
     def __post_init__(self) -> None:
         """Check, and make Accelerate's FSDP2 preparation dedicate owners."""

@@ -45,7 +45,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *args: Any) ->
         result = original(accelerator, *args)
         optimizer.rebuild_state()
         return result
-    settings = read_settings(accelerator, mode)
+    settings = read_settings(accelerator, mode, optimizer.config)
     groups = list(optimizer.param_groups)
     detached = _take_out(model, optimizer)
     matrix_of = {id(matrix.parameter): matrix for matrix in detached}
@@ -155,6 +155,8 @@ def _attach(accelerator: Any, model: nn.Module, detached: list[DetachedMatrix], 
     placement = Placement(
         reshard_after_forward=settings.reshard_after_forward,
         master_dtype=torch.float32 if settings.upcast else None,
+        rates=settings.rates,
+        ns_dtype=settings.ns_dtype,
     )  # the dtypes of gathered copies and of gradients are read from what Accelerate gave to fully_shard
     attach(model, detached, training_mesh(accelerator, model), placement)
 

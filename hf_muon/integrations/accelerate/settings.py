@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ...config import MuonConfig
+
 MODES = ("auto", "z2", "z3", "off")
 
 
@@ -19,11 +21,15 @@ class OwnerSettings:
         reshard_after_forward: True is Z3 (gathered copies are freed after forward), False is Z2.
         upcast: whether owners keep float32 although the model was loaded in less (as Accelerate does for the rest).
         only_rank_zero_has_weights: the owners get the weights from rank 0 (`cpu_ram_efficient_loading`).
+        rates: file of measured rates that the owners are balanced by; None: FLOPs.
+        ns_dtype: dtype of the Newton-Schulz products.
     """
 
     reshard_after_forward: bool
     upcast: bool
     only_rank_zero_has_weights: bool
+    rates: str | None = None
+    ns_dtype: str = "auto"
 
 
 def resolve_mode(plugin: Any, requested: str) -> str:
@@ -49,13 +55,25 @@ def resolve_mode(plugin: Any, requested: str) -> str:
     return chosen
 
 
-def read_settings(accelerator: Any, mode: str) -> OwnerSettings:
-    """Return the settings for `mode` (z2 or z3) from the Accelerator's FSDP2 plugin."""
+def read_settings(accelerator: Any, mode: str, options: MuonConfig) -> OwnerSettings:
+    """Return the settings for `mode` (z2 or z3) from the Accelerator's FSDP2 plugin and the optimizer's options.
+
+    Raises:
+        ValueError: both name a file of rates, and not the same.
+    """
     plugin = accelerator.state.fsdp_plugin
+    wish = getattr(plugin, "rates", None)
+    if None not in (wish, options.rates) and wish != options.rates:
+        raise ValueError(
+            f"rates must be the same in DMuonPlugin and in the optimizer; got {wish!r} and {options.rates!r}."
+            " Set it in one place."
+        )
     return OwnerSettings(
         reshard_after_forward=mode == "z3",
         upcast=accelerator.mixed_precision != "no",
         only_rank_zero_has_weights=bool(plugin.cpu_ram_efficient_loading),
+        rates=wish or options.rates,
+        ns_dtype=options.ns_dtype,
     )
 
 

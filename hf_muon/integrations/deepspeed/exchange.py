@@ -109,13 +109,7 @@ def _orthogonalize(owned: Sequence[tuple[Unit, Tensor]], options: MuonOptions) -
     """Return `adjust * NS(update)` of each unit as 1-D float32 in storage order."""
     updates = [update.view(unit.shape) for unit, update in owned]
     matrices = [unit.view.matrices(update) for (unit, _), update in zip(owned, updates, strict=True)]
-    flat = newton_schulz_many(
-        [matrix for group in matrices for matrix in group],
-        method=options.ns_method,
-        steps=options.ns_steps,
-        coefficients=options.ns_coefficients,
-        dtype=options.ns_dtype,
-    )
+    flat = newton_schulz_many([matrix for group in matrices for matrix in group], **options.newton_schulz)
     results, position = [], 0
     for (unit, _), update, group in zip(owned, updates, matrices, strict=True):
         scaled = [

@@ -40,7 +40,7 @@ class Unit:
     Attributes:
         tensor: which of the tensors of the step holds it (partitions have one, whole parameters one each).
         shape: of the unit.
-        view: the matrices in it; `routed` has no effect, because no rank sees the whole gradient of an expert.
+        view: the matrices in it.
         pieces: all its elements, over all ranks.
         owner: rank that orthogonalizes it.
     """
@@ -58,6 +58,11 @@ class Unit:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is one expert of several, which may have had no token in a step."""
+        return self.view.routed and len(self.shape) == 2 and self.view.alternating == 1
 
     @property
     def num_matrices(self) -> int:
@@ -104,6 +109,8 @@ def partition_pieces(numel: int, partition_numel: int, offset: int, num_ranks: i
 def split_units(tensor: int, shape: tuple[int, ...], view: MatrixView, pieces: Iterable[Piece]) -> list[Unit]:
     """Return one unit per expert for experts stacked on the first axis, else one: parts and heads stay together."""
     pieces = tuple(pieces)
+    if len(shape) == 2 and view.stack > 1 and view.routed:
+        shape, view = (view.stack, shape[0] // view.stack, shape[1]), replace(view, stack=1)
     if len(shape) != 3 or view.flatten or view.stack > 1:
         return [Unit(tensor, shape, view, pieces)]
     size = shape[1] * shape[2]

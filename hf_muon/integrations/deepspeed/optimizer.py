@@ -20,6 +20,7 @@ from ...optim.update_size import UpdateSize
 from ...param_groups.sites import true_shape
 from .exchange import run_plan
 from .groups import remember_views
+from .idle_experts import leave_out_idle, runs_between
 from .layout import Piece, StepPlan, make_plan, split_units, stage3_pieces, stage12_pieces
 
 logger = logging.getLogger("hf_muon.deepspeed")
@@ -160,16 +161,20 @@ class PartitionedOptimizer(MuonWithAuxAdam):
         options = MuonOptions.from_group(group)
         momentum = self.state[flat]["momentum_buffer"]
         grad = flat.grad.to(momentum.dtype)
-        momentum.lerp_(grad, 1.0 - options.momentum)
-        # In place: DeepSpeed drops the partition's gradient after the step.
-        update = grad.lerp_(momentum, options.momentum) if options.nesterov else momentum
-        flat.mul_(1.0 - options.lr * options.weight_decay)
+        plan, idle = leave_out_idle(
+            self._plans[id(flat)], lambda _, offset, numel: grad.narrow(0, offset, numel), self._device()
+        )
+        for run in runs_between(flat.numel(), idle.get(0, ())):
+            weights, gradient, average = (tensor.narrow(0, *run) for tensor in (flat, grad, momentum))
+            _average_and_decay_(weights, gradient, average, options)
+            if options.nesterov:
+                gradient.lerp_(average, options.momentum)  # DeepSpeed drops the partition's gradient after the step
+        update = grad if options.nesterov else momentum
         self._sizes.expect_muon(flat)
 
         def write(_: int, offset: int, direction: Tensor) -> None:
             self._move(flat.narrow(0, offset, direction.numel()), direction, options.lr)
 
-        plan = self._plans[id(flat)]
         run_plan(plan, lambda _, offset, numel: update.narrow(0, offset, numel), write, options, self._device())
 
     def _step_muon(self, index: int, group: dict[str, Any], mask: Tensor | None) -> None:
@@ -178,21 +183,26 @@ class PartitionedOptimizer(MuonWithAuxAdam):
         params = [param for param in group["params"] if param.grad is not None]
         momenta = [self.state[param]["momentum_buffer"] for param in params]
         grads = [param.grad.to(m.dtype) for param, m in zip(params, momenta, strict=True)]
-        for param, grad, momentum in zip(params, grads, momenta, strict=True):
-            momentum.lerp_(grad, 1.0 - options.momentum)
-            param.mul_(1.0 - options.lr * options.weight_decay)
+        flat_grads = [grad.reshape(-1) for grad in grads]
+        plan, idle = leave_out_idle(
+            self._whole_plan(params, group), lambda i, *run: flat_grads[i].narrow(0, *run), self._device()
+        )
+        for index, (param, grad, momentum) in enumerate(zip(params, flat_grads, momenta, strict=True)):
+            for run in runs_between(param.numel(), idle.get(index, ())):
+                weights, gradient, average = (part.view(-1).narrow(0, *run) for part in (param, grad, momentum))
+                _average_and_decay_(weights, gradient, average, options)
             self._sizes.expect_muon(param)
 
         def read(tensor: int, offset: int, numel: int) -> Tensor:
             momentum = momenta[tensor].view(-1).narrow(0, offset, numel)
             if not options.nesterov:
                 return momentum
-            return torch.lerp(grads[tensor].reshape(-1).narrow(0, offset, numel), momentum, options.momentum)
+            return torch.lerp(flat_grads[tensor].narrow(0, offset, numel), momentum, options.momentum)
 
         def write(tensor: int, offset: int, direction: Tensor) -> None:
             self._move(params[tensor].view(-1).narrow(0, offset, direction.numel()), direction, options.lr)
 
-        run_plan(self._whole_plan(params, group), read, write, options, self._device())
+        run_plan(plan, read, write, options, self._device())
 
     def _whole_plan(self, params: list[Tensor], group: dict[str, Any]) -> StepPlan:
         key = tuple(id(param) for param in params)
@@ -245,6 +255,11 @@ class PartitionedOptimizer(MuonWithAuxAdam):
 
     def _say_if_repeated(self) -> None:
         """Say nothing: with ZeRO 0 too the ranks share the work."""
+
+
+def _average_and_decay_(weights: Tensor, gradient: Tensor, momentum: Tensor, options: MuonOptions) -> None:
+    momentum.lerp_(gradient, 1.0 - options.momentum)
+    weights.mul_(1.0 - options.lr * options.weight_decay)
 
 
 def _largest_over_ranks(flag: Tensor) -> Tensor:

@@ -61,6 +61,11 @@ def check_config(config: Mapping[str, Any], options: MuonConfig) -> None:
             f"dmuon must be auto or off under DeepSpeed; got {options.dmuon}, which is for FSDP2. Leave dmuon out and"
             " choose zero_optimization.stage."
         )
+    if options.rates is not None:
+        raise NotImplementedError(
+            f"rates must be absent under DeepSpeed, whose rounds have owners of their own; got {options.rates!r}."
+            " Leave it out."
+        )
     _check_tensor_parallel(config)
     _check_scheduler(config, options)
     _check_offload(config)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from ..._compat_attention import observe_attention
 from ...optim import MuonWithAuxAdam
-from ...optim.qk_clip import AttentionLogits, HeadRows, QKClip
+from ...optim.qk_clip import AttentionLogits, ForwardPass, HeadRows, QKClip, React
+from .forward_replay import ForwardReplay
 
 EXACT = ("eager", "sdpa")  # implementations whose queries, keys and masks say all about their logits
 CHUNK_BYTES = 64 * 2**20  # of logits alive at once
@@ -37,7 +39,8 @@ def attach_qk_clip(model: nn.Module, optimizer: MuonWithAuxAdam) -> None:
     if threshold is None:
         raise ValueError("qk_clip must be set on the optimizer; got None. Build it with qk_clip=100, for instance.")
     names = {name for group in optimizer.param_groups for name in group.get("param_names", ())}
-    optimizer.qk_clip = QKClip(threshold, AttentionRecorder(model, names))
+    exact = optimizer.config.qk_clip_exact
+    optimizer.qk_clip = QKClip(threshold, AttentionRecorder(model, names, keep_passes=exact), exact)
 
 
 class AttentionRecorder:
@@ -46,13 +49,16 @@ class AttentionRecorder:
     Args:
         model: with attention modules whose queries and keys come from projections of their own.
         trained: names of the parameters that may be rescaled.
+        keep_passes: keep the forward passes of a step for `take_passes`.
 
     Raises:
         NotImplementedError: see `attach_qk_clip`.
     """
 
-    def __init__(self, model: nn.Module, trained: set[str]) -> None:
+    def __init__(self, model: nn.Module, trained: set[str], keep_passes: bool = False) -> None:
         self._largest: dict[str, Tensor] = {}
+        self._replay = ForwardReplay(model) if keep_passes else None
+        self._react: React | None = None  # while a pass is run again
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._heads: dict[str, tuple[int, tuple[HeadRows, ...]]] = {}  # by module name, in the order of the model
         for name, module in model.named_modules():
@@ -68,22 +74,27 @@ class AttentionRecorder:
         recorder = weakref.ref(self)
 
         @torch.compiler.disable
-        def observe(how: str, module: Any, query: Any, key: Any, mask: Any, options: dict[str, Any]) -> None:
+        def observe(how: str, module: Any, query: Any, key: Any, mask: Any, options: dict[str, Any]) -> Tensor | None:
             present = recorder()
-            if present is not None and module in present._names:
-                present.record(how, module, query, key, mask, options)
+            if present is None or module not in present._names:
+                return None
+            counts = module.training or torch.is_grad_enabled() or present._react is not None
+            return present.record(how, module, query, key, mask, options) if counts else None
 
         weakref.finalize(self, observe_attention(observe))
 
     @torch.no_grad()
-    def record(self, how: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: Any) -> None:
+    def record(
+        self, how: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: Any
+    ) -> Tensor | None:
         """Note one attention of a training pass.
+
+        Returns:
+            Queries whose logits are those of the clipped weights where a pass is run again, else None.
 
         Raises:
             NotImplementedError: an implementation other than `eager` and `sdpa`; before anything was trained.
         """
-        if not (module.training or torch.is_grad_enabled()):
-            return
         name = self._names[module]
         heads, _ = self._heads[name]
         if query.shape[1] != heads:
@@ -101,8 +112,12 @@ class AttentionRecorder:
             causal = bool(getattr(module, "is_causal", True) if given is None else given)
         scaling = options.get("scaling")
         largest = largest_logits(query, key, query.shape[-1] ** -0.5 if scaling is None else scaling, mask, causal)
+        if self._react is not None:
+            # Logits are bilinear, so it does not matter here on which side the factor is.
+            return (query * self._react(name, largest)[:, None, None]).to(query.dtype)
         before = self._largest.get(name)
         self._largest[name] = largest if before is None else torch.maximum(before, largest)
+        return None
 
     def take(self) -> Sequence[AttentionLogits]:
         """Return what was seen since the last call, in the order of the model; modules not run show -inf."""
@@ -115,6 +130,17 @@ class AttentionRecorder:
             AttentionLogits(name, seen[name].to(device) if name in seen else nothing[:heads], rows)
             for name, (heads, rows) in self._heads.items()
         ]
+
+    def take_passes(self) -> Sequence[ForwardPass]:
+        """Return the forward passes with gradients since the last call, and forget them."""
+        return [functools.partial(self._run_again, run) for run in (self._replay.take() if self._replay else ())]
+
+    def _run_again(self, run: Callable[[], None], react: React) -> None:
+        self._react = react
+        try:
+            run()
+        finally:
+            self._react = None
 
 
 def largest_logits(query: Tensor, key: Tensor, scaling: float, mask: Tensor | None, causal: bool) -> Tensor:

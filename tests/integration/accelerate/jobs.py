@@ -88,6 +88,7 @@ def fsdp_accelerator(mode="z3", state_dict_type="FULL_STATE_DICT", mixed_precisi
         cpu_ram_efficient_loading=ram_efficient,
         activation_checkpointing=more.pop("activation_checkpointing", False),
         dmuon=more.pop("dmuon", "auto"),
+        rates=more.pop("rates", None),
     )
     if replicas := more.pop("replicas", None):
         from accelerate.parallelism_config import ParallelismConfig
@@ -256,6 +257,14 @@ def message_of_prepare(**settings):
     except (NotImplementedError, ValueError) as error:
         return f"{type(error).__name__}: {error}", len(list(model.parameters()))
     return None, None
+
+
+def costs_of_owners(rates_of_plugin, rates_of_optimizer):
+    """The costs that the owner plan of a prepared model was made from."""
+    accelerator = fsdp_accelerator(rates=rates_of_plugin)
+    model = tiny_llama()
+    model, _ = accelerator.prepare(model, muon(model, rates=rates_of_optimizer))
+    return [(matrix.shape, matrix.cost) for matrix in hf_muon.ownership(model).matrices]
 
 
 def offloaded_message():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_muon
+from hf_muon.distributed.rates import DeviceRates, ShapeSeconds
 from tests.integration.accelerate import jobs
 
 # Weights are below 1 in size and float32: summing the ranks' gradients in another order moves the last bits of them.
@@ -147,6 +148,22 @@ def test_refusals_when_preparing():
     assert parameters == len(list(jobs.tiny_llama().parameters()))
     assert "fsdp_offload_params must be false" in jobs.run(jobs.offloaded_message, 2)[0]
     assert "must not be sharded yet" in jobs.run(jobs.sharded_before_message, 2)[0]
+
+
+def test_rates_reach_the_owner_plan_from_plugin_or_optimizer(tmp_path):
+    rows = (ShapeSeconds(16, 16, "standard", 0.5), ShapeSeconds(64, 64, "standard", 2.0))
+    rates = DeviceRates("card", "cpu", "float32", 1e9, 1e9, rows)
+    path = str(tmp_path / "rates.json")
+    rates.write(path)
+    for given in ((path, None), (None, path), (path, path)):
+        first, second = jobs.run(jobs.costs_of_owners, 2, *given)
+        assert first == second == [(shape, rates.seconds(*shape)) for shape, _ in first]
+    assert all(cost > 1e3 for _, cost in jobs.run(jobs.costs_of_owners, 2, None, None)[0])  # FLOPs
+    message, _ = jobs.run(jobs.message_of_prepare, 2, rates=path, optimizer={"rates": "other.json"})[0]
+    assert message == (
+        f"ValueError: rates must be the same in DMuonPlugin and in the optimizer; got {path!r} and 'other.json'."
+        " Set it in one place."
+    )
 
 
 def test_an_optimizer_of_another_model_is_refused_and_the_model_stays_whole():

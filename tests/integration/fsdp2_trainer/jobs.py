@@ -97,6 +97,11 @@ def outcome(trainer, keep):
         "eval_losses": keep.eval_losses,
         "weights": {name: value.clone() for name, value in state.items()},
         "owned": owned,
+        "diagnostics": [
+            {key: value for key, value in entry.items() if key.startswith("diag_")}
+            for entry in trainer.state.log_history
+            if "diag_stable_rank" in entry
+        ],
         "best": trainer.state.best_model_checkpoint,
     }
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_muon.integrations.deepspeed.exchange import run_plan
+from hf_muon.integrations.deepspeed.idle_experts import leave_out_idle, runs_between
 from hf_muon.integrations.deepspeed.layout import (
     Piece,
     StepPlan,
@@ -18,6 +19,8 @@ from hf_muon.integrations.deepspeed.layout import (
 )
 from hf_muon.optim.functional import MuonEntry, MuonOptions, muon_update_
 from hf_muon.param_groups import MatrixView
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
@@ -109,3 +112,25 @@ def test_rounds_bound_what_an_owner_holds():
         for rank in (0, 1):
             assert sum(entry.numel for entry in row if entry.owner == rank) <= 100
     assert [len(row) for row in split_rounds(units[:1], limit=1)] == [1]
+
+
+@pytest.mark.parametrize("name", ["experts, fused", "experts, transposed", "stacked"])
+def test_experts_without_gradient_leave_the_plan_and_their_pieces_are_named(name):
+    shape, view = VIEWS[name]
+    rows = torch.randn(shape).view(4, -1)
+    rows[[0, 2]] = 0.0
+    rows[3] = 0.0
+    rows[3, 5] = 1e-30  # one element is enough
+    other = Unit(0, (4, 4), MatrixView(), (Piece(0, rows.numel(), 0, 16),))  # a matrix that is no expert stays
+    units = [*split_units(0, shape, view, [Piece(0, 0, 0, rows.numel())]), other]
+    flat = torch.cat([rows.flatten(), torch.zeros(16)])
+    plan, idle = leave_out_idle(StepPlan((tuple(units),), 1, 0), lambda _, *run: flat.narrow(0, *run), CPU)
+    assert plan.rounds == ((units[1], units[3], other),)
+    size = rows.shape[1]
+    assert [(piece.offset, piece.numel) for piece in idle[0]] == [(0, size), (2 * size, size)]
+    assert runs_between(flat.numel(), idle[0]) == [(size, size), (3 * size, size + 16)]
+    flat.fill_(1.0)
+    whole = StepPlan((tuple(units),), 1, 0)
+    assert leave_out_idle(whole, lambda _, *run: flat.narrow(0, *run), CPU) == (whole, {})
+    assert runs_between(9, ()) == [(0, 9)]
+    assert runs_between(9, [Piece(0, 4, 0, 5), Piece(0, 0, 0, 4)]) == []

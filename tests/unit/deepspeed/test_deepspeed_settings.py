@@ -34,6 +34,7 @@ TWO_RATES = MuonConfig(muon_lr=1e-2, adam_lr=1e-3)
         ({}, MuonConfig(offload="cpu"), NotImplementedError, "offload must be left out under DeepSpeed; got 'cpu'"),
         ({}, MuonConfig(qk_clip=100.0), NotImplementedError, "qk_clip must be left out under DeepSpeed; got 100"),
         ({}, MuonConfig(dmuon="z3"), ValueError, "dmuon must be auto or off under DeepSpeed; got z3"),
+        ({}, MuonConfig(rates="r.json"), NotImplementedError, "rates must be absent under DeepSpeed"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
             MuonConfig(),
