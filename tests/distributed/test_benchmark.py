@@ -17,7 +17,7 @@ from tests.distributed.models import whole_state
 from tests.support.worker_pool import run_on_ranks
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SIZES = {"vocabulary": 61, "hidden": 48, "layers": 2, "dtype": "float32"}
+SIZES = {"vocabulary": 61, "hidden": 42, "layers": 2, "dtype": "float32"}
 # Of the movement. Sums are made in other orders, and batches hold other matrices; Newton-Schulz and AdamW enlarge the
 # rounding of small numbers (measured: 2e-5). Another rule for any matrix would give 0.1 or more.
 ROUNDING = 1e-3
@@ -51,7 +51,7 @@ def gap(start, expected, actual, names):
     return (sum((expected[name] - actual[name]).square().sum() for name in names) / moved).sqrt().item()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])  # 48 rows and 128: even for two ranks, padded for three
+@pytest.mark.parametrize("world_size", [2, 4])  # 42 rows: even for two ranks, padded for four
 def test_the_gathering_peer_takes_the_same_steps(seed, world_size):
     for start, gathered, owned, matrices in run_on_ranks(world_size, train_both, seed):
         assert len(matrices) == 14
