@@ -6,9 +6,9 @@ they are installed, the packages muon-optimizer, pytorch-optimizer and timm
 (`pip install --no-deps muon-optimizer pytorch-optimizer timm`; timm needs torchvision as well). All get the same
 gradients, momentum 0.95 with nesterov, five steps with Keller's coefficients, and AdamW for embedding and norms.
 
-Two tables from one run each, optimizers in turn, again and again: in float32, where every cast to bfloat16 of a
-peer becomes one to float32, so that the ratio is one of algorithms; and as shipped, on few layers, because most peers
-iterate in bfloat16, which a processor without bfloat16 instructions emulates. Beyond the medians: the most bytes that
+Two tables from one run each, optimizers in turn, again and again: in float32, where every cast of a peer to bfloat16
+or float16 becomes one to float32, so that the ratio is one of algorithms; and as shipped, on few layers, because most
+peers iterate in those types, which a processor without instructions for them emulates. Beyond the medians: the most bytes that
 a step allocates beyond parameters, gradients and states, counted by operator.
 """
 
@@ -39,13 +39,13 @@ Step = Callable[[], object]
 
 
 class KeepFloat32(TorchFunctionMode):
-    """Turns casts to bfloat16 into casts to float32."""
+    """Turns casts to bfloat16 and float16 into casts to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, with float32 in place of bfloat16."""
-        if func is torch.Tensor.bfloat16:
+        """Run `func`, with float32 in place of the narrow types."""
+        if func in (torch.Tensor.bfloat16, torch.Tensor.half):
             return args[0].float()
-        swap = lambda value: torch.float32 if value is torch.bfloat16 else value  # noqa: E731
+        swap = lambda value: torch.float32 if value in (torch.bfloat16, torch.float16) else value  # noqa: E731
         return func(*map(swap, args), **{key: swap(value) for key, value in (kwargs or {}).items()})
 
 
