@@ -8,8 +8,8 @@ gradients, momentum 0.95 with nesterov, five steps with Keller's coefficients, a
 
 Two tables from one run each, optimizers in turn, again and again: in float32, where every cast of a peer to bfloat16
 or float16 becomes one to float32, so that the ratio is one of algorithms; and as shipped, on few layers, because most
-peers iterate in those types, which a processor without instructions for them emulates. Beyond the medians: the most bytes that
-a step allocates beyond parameters, gradients and states, counted by operator.
+peers iterate in those types, which a processor without instructions for them emulates. Beside the medians: the most
+bytes that a step allocates beyond parameters, gradients and states, counted by operator.
 """
 
 from __future__ import annotations
@@ -45,8 +45,13 @@ class KeepFloat32(TorchFunctionMode):
         """Run `func`, with float32 in place of the narrow types."""
         if func in (torch.Tensor.bfloat16, torch.Tensor.half):
             return args[0].float()
-        swap = lambda value: torch.float32 if value in (torch.bfloat16, torch.float16) else value  # noqa: E731
-        return func(*map(swap, args), **{key: swap(value) for key, value in (kwargs or {}).items()})
+        swapped = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_wide, args), **swapped)
+
+
+def _wide(value: Any) -> Any:
+    narrow = isinstance(value, torch.dtype) and value in (torch.bfloat16, torch.float16)
+    return torch.float32 if narrow else value
 
 
 def parameters(layers: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
