@@ -79,6 +79,7 @@ def ns_flops(m: int, n: int, *, steps: int = 5, method: str = "gram", batch: int
     return batch * _standard_flops(m, n, steps, device_type)
 
 
+@functools.cache
 def resolve_method(method: str, m: int, n: int, steps: int, *, device_type: str = "cpu") -> str:
     """Return the form that is run: `gram` only where it was asked for and costs fewer FLOPs, else `standard`.
 

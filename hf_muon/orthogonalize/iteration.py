@@ -13,6 +13,8 @@ from torch import Tensor
 from .coefficients import Row
 from .cost import gram_runs, panel_bounds
 
+_SMALL_SIDE = 128  # up to here a call costs more than a pass over a square
+
 
 def standard_iteration(x: Tensor, rows: tuple[Row, ...], spare: Tensor | None = None) -> Tensor:
     """Apply `X <- a X + (b A + c A^2) X`, `A = X X^T`, once per row.
@@ -57,7 +59,7 @@ def gram_iteration(x: Tensor, rows: tuple[Row, ...], spare: Tensor | None = None
         for step, (a, b, c) in enumerate(rows[start : start + length]):
             _symmetric(r, r, base=r, beta=b, alpha=c, out=z)
             if step == 0:
-                q.copy_(z).diagonal(dim1=-2, dim2=-1).add_(a)
+                _add_multiple_of_identity(z, a, out=q)
             else:
                 _symmetric(q, z, base=q, beta=a, alpha=1.0, out=t)
                 q, t = t, q
@@ -68,6 +70,15 @@ def gram_iteration(x: Tensor, rows: tuple[Row, ...], spare: Tensor | None = None
         x, spare = spare, x
         start += length
     return x
+
+
+def _add_multiple_of_identity(square: Tensor, a: float, out: Tensor) -> None:
+    """Write `square + a I`: small ones in one call, large ones without another matrix."""
+    short = square.shape[-1]
+    if short <= _SMALL_SIDE:
+        torch.add(square, torch.eye(short, dtype=square.dtype, device=square.device), alpha=a, out=out)
+    else:
+        out.copy_(square).diagonal(dim1=-2, dim2=-1).add_(a)
 
 
 def _squares(x: Tensor, count: int) -> list[Tensor]:

@@ -113,7 +113,7 @@ def newton_schulz_many(
         first = matrices[indices[0]]
         product_dtype = resolve_dtype(dtype, first.device, first.dtype)
         group = [matrices[index] for index in indices]
-        _orthogonalize_into([outputs[index] for index in indices], group, method, rows, product_dtype, eps)
+        _traced([outputs[index] for index in indices], group, method, rows, product_dtype, eps)
     return outputs
 
 
@@ -126,7 +126,6 @@ def orthogonalize(
     return out
 
 
-@traced("newton_schulz", lambda _, matrices, *__: f"{len(matrices)} x {'x'.join(map(str, matrices[0].shape))}")
 @torch.no_grad()
 def _orthogonalize_into(
     outputs: Sequence[Tensor],
@@ -153,6 +152,11 @@ def _orthogonalize_into(
         del stack
 
 
+_traced = traced("newton_schulz", lambda _, group, *__: f"{len(group)} x {'x'.join(map(str, group[0].shape))}")(
+    _orthogonalize_into
+)
+
+
 def _iterate_into(targets: Sequence[Tensor], stack: Tensor, iterate: Callable[..., Tensor], plain: bool) -> None:
     """Iterate on a (b, M, N) stack, as one plain matrix where `plain`, and write it to `targets` of b altogether."""
     into = targets[0] if len(targets) == 1 and _is_like(targets[0], stack) else None
@@ -161,7 +165,8 @@ def _iterate_into(targets: Sequence[Tensor], stack: Tensor, iterate: Callable[..
     x, buffer = (stack[0], spare[0]) if plain else (stack, spare)
     result = iterate(x, spare=buffer)
     if into is None or result is not buffer:
-        parts = (result[None] if plain else result).split([len(target) for target in targets])
+        whole = result[None] if plain else result
+        parts = whole.split([len(target) for target in targets]) if len(targets) > 1 else [whole]
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
 
@@ -176,6 +181,9 @@ def _stacks(
     matrices: Sequence[Tensor], outputs: Sequence[Tensor], size: int
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield pieces (b, M, N) of matrices and outputs, `size` matrices together at most; the outputs are views."""
+    if len(matrices) == 1 and matrices[0].ndim <= 3 and (matrices[0].ndim == 2 or len(matrices[0]) <= size):
+        yield [_batch(matrices[0])], [_batch(outputs[0])]
+        return
     sources, targets, held = list[Tensor](), list[Tensor](), 0
     for matrix, output in zip(matrices, outputs, strict=True):
         for place in itertools.product(*map(range, matrix.shape[:-3])):

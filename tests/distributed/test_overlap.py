@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_muon import newton_schulz
+from hf_muon.orthogonalize import newton_schulz_many
 from hf_muon.tracing import begin_span, record_spans
 from tests.distributed import models
 from tests.support.worker_pool import run_on_ranks
@@ -104,7 +104,7 @@ def profiled_step(seed):
     net = models.shard(models.make_model(seed, layers=2))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         models.loss_of(net, models.batch(seed, dist.get_rank(), 0)).backward()
-        newton_schulz(torch.randn(3, 8, 6))
+        newton_schulz_many([torch.randn(3, 8, 6)])
     return {event.key for event in profiler.key_averages()}
 
 
