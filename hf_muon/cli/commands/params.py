@@ -44,16 +44,15 @@ def params(
 
 
 def _explain(name: str, options: Any) -> dict[str, Any]:
-    from ...planning.model_source import ModelNotFoundError, build_meta_model, resolve_model
+    with quick_imports():
+        from ...param_groups import explain_parameters
+        from ...planning.model_source import ModelNotFoundError, build_meta_model, resolve_model
 
-    try:
-        with quick_imports():
+        try:
             source = resolve_model(name)
             model = build_meta_model(source.config)
-    except ModelNotFoundError as error:
-        raise UsageError(str(error)) from None
-    from ...param_groups import explain_parameters
-
+        except ModelNotFoundError as error:
+            raise UsageError(str(error)) from None
     try:
         rows = explain_parameters(
             model,

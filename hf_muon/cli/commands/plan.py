@@ -46,19 +46,20 @@ def plan(
     """Show who would own what, what a step would send and take, and what each rank would hold. Loads no weight."""
     with quick_imports():
         from ...planning.plan import plan as make_plan
-    try:
-        found = make_plan(
-            model,
-            world_size=world_size,
-            replicate=replicate,
-            micro_batch=micro_batch,
-            seq_len=seq_len,
-            checkpointing=checkpointing,
-            device_gib=device_gib,
-            rates=rates,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+
+        try:
+            found = make_plan(
+                model,
+                world_size=world_size,
+                replicate=replicate,
+                micro_batch=micro_batch,
+                seq_len=seq_len,
+                checkpointing=checkpointing,
+                device_gib=device_gib,
+                rates=rates,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     if not simulate and (figures or grouped):
         raise UsageError("--set and --grouped are for --simulate. Add --simulate.")
     simulated = None
