@@ -12,6 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+# The base of every mode that watches operators, documented for extension; it has no public module yet.
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "MemoryTimeline",
+    "TorchDispatchMode",
+    "fake_mode",
+    "fake_process_group",
+    "tree_leaves",
+    "wrapped_classes",
+]
+
 # Parts of a prediction, and the kinds of torch's tracker that belong to each.
 PARTS = {
     "weights": ("SHARDED_PARAM", "BUFFER"),

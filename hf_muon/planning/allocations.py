@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .._compat_planning import TorchDispatchMode, tree_leaves
 
 
 class AllocationCounter(TorchDispatchMode):
