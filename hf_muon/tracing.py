@@ -93,10 +93,12 @@ def begin_flight(kind: str, name: str, peer: int, start: Callable[[], Any]) -> t
 def trace(kind: str, name: str) -> Iterator[None]:
     """Show what runs inside as `hf_muon::kind name` in a profiler's trace; record it as a span of work."""
     span = begin_span(kind, name)
-    with record_function(f"hf_muon::{kind} {name}"):
-        yield
-    if span is not None:
-        span.finish()
+    try:
+        with record_function(f"hf_muon::{kind} {name}"):
+            yield
+    finally:
+        if span is not None:
+            span.finish()
 
 
 def traced(kind: str, describe: Callable[..., str]) -> Callable[[F], F]:

@@ -71,7 +71,7 @@ class StepDiagnostics:
         if not self.due:
             return
         found = [square for squares, _ in self._squares.values() for square in squares]
-        sums = torch.zeros(num_groups, 2, device=found[0].device if found else None)
+        sums = torch.zeros(num_groups, 2, dtype=torch.float32, device=found[0].device if found else None)
         for group, (squares, count) in self._squares.items():
             sums[group, 1] = count
             for square in squares:
@@ -108,7 +108,9 @@ def stable_rank(matrix: Tensor) -> Tensor:
     The spectral norm comes from power iteration, which is a lower bound, so the result is a slight upper bound.
     """
     wide = matrix.float()
-    vector = torch.randn(wide.shape[1], generator=torch.Generator().manual_seed(0)).to(wide.device)
+    vector = torch.randn(
+        wide.shape[1], generator=torch.Generator("cpu").manual_seed(0), dtype=wide.dtype, device="cpu"
+    ).to(wide.device)
     for _ in range(POWER_STEPS):
         vector = wide.mT @ (wide @ vector)
         vector = vector / torch.linalg.vector_norm(vector).clamp(min=torch.finfo(torch.float32).tiny)

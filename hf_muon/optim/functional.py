@@ -238,7 +238,8 @@ def _apply_(
         direction = local_part(direction, entry.param)
     alpha, decay = -options.lr, 1.0 - options.lr * options.weight_decay
     target = local_tensor(entry.param)
-    weight = target if target.dtype == direction.dtype else target.to(direction.dtype)
+    wide = torch.promote_types(target.dtype, direction.dtype)  # float64 weights keep their digits
+    weight = target if target.dtype == wide else target.to(wide)
     if skip is None:
         weight.mul_(decay)
     else:

@@ -46,7 +46,7 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return (slices, blocks) of the scales for a local momentum of `shape`.
 
     Blocks run over storage and start anew at every entry of the first axis of a stack, so that experts share none and
-    a range of them has the scales it has in the whole.
+    a range of them has the scales it has in the whole. Experts in one 2-D matrix (LoRA's) do share.
     """
     slices = shape[0] if len(shape) > 2 else 1
     return slices, -(-math.prod(shape) // (max(1, slices) * BLOCK))

@@ -77,7 +77,7 @@ def stack_size(m: int, n: int, device_type: str) -> int:
         return 1
     cpu = device_type == "cpu"
     elements = _CPU_STACK_ELEMENTS_PER_THREAD * torch.get_num_threads() if cpu else _STACK_ELEMENTS
-    return max(1, elements // (m * n))
+    return max(1, elements // max(1, m * n))
 
 
 def cpu_has_native_bfloat16() -> bool:

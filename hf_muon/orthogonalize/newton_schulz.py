@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from .cost import check_method, check_steps, resolve_method
 from .dispatch import loops_over_matrices, resolve_dtype, stack_size
 from .iteration import gram_iteration, standard_iteration
 
-TINY = 5e-324  # the smallest positive double: the default never changes a result, zero is handled apart
+TINY = sys.float_info.min  # the default never changes a result, zero is handled apart; survives flushed denormals
 _CONTIGUOUS = torch.contiguous_format
 _FEW_ELEMENTS = 16 * 1024
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -86,7 +87,7 @@ def newton_schulz_many(
         coefficients: table name or rows.
         dtype: dtype of the products.
         eps: lower bound of the norm.
-        in_place: write each result over its input and return the inputs.
+        in_place: write each result over its input and return the inputs, which must not share memory.
 
     Returns:
         One tensor per input, in order; equal to `newton_schulz` of each to rounding.
@@ -209,19 +210,20 @@ def _normalised(matrix: Tensor, product_dtype: torch.dtype, eps: float, *, overw
     m, n = matrix.shape[-2:]
     if matrix.device.type == "cpu" and m * n <= _FEW_ELEMENTS and matrix.dtype != torch.float64:
         # Nothing leaves the range of float64: five calls in place of twelve, where calls are what costs.
-        double = matrix.double()
+        double = matrix.to(torch.float64, memory_format=_CONTIGUOUS)
         norm = torch.linalg.vector_norm(double, dim=(-2, -1), keepdim=True)
-        return double.div_(norm.clamp_(min=eps)).to(product_dtype).contiguous()
+        return double.div_(norm.clamp_(min=eps)).to(product_dtype)
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()
     # Squares of very large or very small entries leave the range of float32: bring the largest entry to one first.
     largest = torch.maximum(wide.amax(dim=(-2, -1), keepdim=True), wide.amin(dim=(-2, -1), keepdim=True).neg_())
+    divisor = torch.where(largest == 0, 1.0, largest)
     # Into a contiguous tensor: the bits of the result then do not depend on how the matrix was stored.
-    out = wide if overwrite or wide is not matrix else wide.new_empty(wide.shape)
-    scaled = torch.div(wide, torch.where(largest == 0, 1.0, largest), out=out if out.is_contiguous() else None)
+    is_ours = (overwrite or wide is not matrix) and wide.is_contiguous()
+    scaled = torch.div(wide, divisor, out=wide if is_ours else wide.new_empty(wide.shape))
     # Row norms first: a single running sum over tens of millions of entries would lose digits.
     norm = torch.linalg.vector_norm(torch.linalg.vector_norm(scaled, dim=-1, keepdim=True), dim=-2, keepdim=True)
     if eps > TINY:
-        norm = torch.maximum(norm, eps / largest)
+        norm = torch.maximum(norm, (eps / divisor.double()).to(norm.dtype))
     return scaled.div_(torch.where(norm == 0, 1.0, norm)).to(product_dtype)
 
 

@@ -173,7 +173,7 @@ def _step_bytes(census: Census, owners: OwnershipPlan, has_owners: bool) -> floa
     largest = 0
     for shape, count in Counter(matrix.shape for matrix in matrices).items():
         numel = math.prod(shape)
-        batch = min(count, max(1, MAX_BATCH_BYTES // (UPDATE_BYTES * numel))) * numel
+        batch = min(count, max(1, MAX_BATCH_BYTES // (UPDATE_BYTES * max(1, numel)))) * numel
         stack = min(batch, stack_size(shape[-2], shape[-1], "cuda") * math.prod(shape[-2:]))
         largest = max(largest, UPDATE_BYTES * batch + max(STACK_BYTES * stack, UPDATE_BYTES * numel))
     return largest

@@ -194,7 +194,7 @@ def step_temporaries(owned: Sequence[tuple[tuple[int, ...], MatrixView]]) -> int
     for (shape, view), count in Counter(owned).items():
         numel = math.prod(shape)
         # Batches of one shape follow each other and need the same room: one is enough.
-        for _ in range(min(count, max(1, MAX_BATCH_BYTES // (4 * numel)))):
+        for _ in range(min(count, max(1, MAX_BATCH_BYTES // (4 * max(1, numel))))):
             weight, grad, momentum = (torch.empty(shape, device="meta") for _ in range(3))
             entries.append(MuonEntry(weight, grad, momentum, view))
     if not entries:

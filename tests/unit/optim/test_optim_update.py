@@ -335,3 +335,28 @@ def test_float64_parameters_keep_float64_state_and_update_size() -> None:
     optimizer.step()
     assert optimizer.state[param]["momentum_buffer"].dtype == torch.float64
     assert optimizer.update_rms()["muon"] == pytest.approx(float(param.detach().square().mean().sqrt()), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_weights_in_float64_keep_their_digits(dtype):
+    param = torch.nn.Parameter(torch.randn(24, 40, dtype=torch.float64))
+    optimizer = MuonWithAuxAdam(
+        [{"params": [param], "use_muon": True}], lr=1e-9, weight_decay=0.0, momentum_dtype=dtype
+    )
+    before = param.detach().clone()
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    # The step is lr * 0.2 sqrt(40) times elements of at most about one; rounding to float32 would move by 1e-7.
+    assert 0 < (param - before).abs().max() < 3e-9
+
+
+def test_diagnostics_work_under_another_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        param = torch.nn.Parameter(torch.randn(24, 40, dtype=torch.float32))
+        optimizer = MuonWithAuxAdam([{"params": [param], "use_muon": True}], lr=1e-2, diagnostics=1)
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+        assert 1.0 <= optimizer.diagnostics()["stable_rank"] <= 24.5
+    finally:
+        torch.set_default_dtype(torch.float32)

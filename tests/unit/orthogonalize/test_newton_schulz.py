@@ -172,3 +172,31 @@ def test_a_result_does_not_depend_on_its_neighbours(method, shape):
             assert torch.equal(newton_schulz(stack[start:end], method=method), torch.stack(alone[start:end]))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(48, 32), (300, 260)])
+def test_bits_do_not_depend_on_how_a_matrix_is_stored(dtype, shape):
+    for _ in range(6):
+        x = torch.randn(shape).to(dtype)
+        stored = x.mT.contiguous().mT
+        assert torch.equal(newton_schulz(x), newton_schulz(stored))
+        assert torch.equal(newton_schulz_many([x])[0], newton_schulz_many([stored.clone()], in_place=True)[0])
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (200, 200)])
+@pytest.mark.parametrize("eps", [1e-300, 1e-46, 1e-7])
+def test_a_zero_matrix_is_zero_for_every_eps(shape, eps):
+    assert torch.equal(newton_schulz(torch.zeros(shape), eps=eps), torch.zeros(shape))
+
+
+def test_the_default_works_where_denormals_are_flushed():
+    if not torch.set_flush_denormal(True):  # this processor cannot
+        return
+    try:
+        results = [newton_schulz(torch.zeros(shape)) for shape in ((4, 6), (200, 200))]
+        moved = newton_schulz(torch.randn(4, 6))
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(result, torch.zeros_like(result)) for result in results)
+    assert moved.abs().max() > 0.1
