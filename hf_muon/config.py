@@ -63,11 +63,11 @@ class MuonConfig:
     ns_coefficients: str | tuple[tuple[float, float, float], ...] = _option(
         "keller", "keller, polar_express, or an explicit list of (a, b, c), one per step or one for all"
     )
-    ns_dtype: str = _option("auto", "dtype of the Newton-Schulz products; always normalised in float32 first")
+    ns_dtype: str = _option("auto", "dtype of the Newton-Schulz products; always normalised in at least float32 first")
     adjust_lr_fn: str = _option(
         "match_rms_adamw", "match_rms_adamw: 0.2*sqrt(max(M, N)); original: sqrt(max(1, M/N)); none: 1"
     )
-    fused_adam: str | bool = _option("auto", "fused AdamW where the device has it, else foreach")
+    fused_adam: str | bool = _option("auto", "fused AdamW where the device has it, else torch's default")
     matrix_split: str = _option(
         "auto", "none; fused: QKV and gate-up split into their matrices; per_head: Q, K, V by head too; auto = fused"
     )

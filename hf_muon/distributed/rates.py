@@ -125,14 +125,14 @@ def read_rates(path: str | os.PathLike[str]) -> DeviceRates:
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no JSON"
         raise ValueError(
             f"rates must be a file that hf-muon calibrate wrote; got {os.fspath(path)} ({reason}). Run it once."
         ) from None
     try:
         return _from_dict(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         what = f"no key {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
             f"rates must be a file that hf-muon calibrate wrote; got {os.fspath(path)}: {what}. Run it again."
@@ -179,7 +179,7 @@ def _from_dict(data: Mapping[str, Any]) -> DeviceRates:
     if not rows:
         raise ValueError("newton_schulz must have at least one row")
     for row in rows:
-        if row.method not in METHODS or not 0 < row.short <= row.long or not 0 < row.seconds < math.inf:
+        if row.method not in METHODS or not 0 < row.short <= row.long < 2**31 or not 1e-12 < row.seconds < math.inf:
             raise ValueError(f"newton_schulz must hold positive seconds of known forms, not {row}")
     numbers = {key: float(data[key]) for key in ("product_flops", "memory_bytes")}
     numbers |= {key: float(data[key]) for key in ("link_bytes", "link_latency") if data.get(key) is not None}

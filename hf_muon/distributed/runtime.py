@@ -38,13 +38,17 @@ class UnitState:
         self.is_ready = False  # gradients complete, waiting for its turn
         self.is_prefetched = False
         self.positions: list[int] = []  # in the order of forwards, for backward prefetch
-        self.span: Span | None = None  # of the forward or backward under way, while spans are recorded
+        self.spans: list[Span] = []  # of the forward and backward under way, the innermost last; while recorded
+
+    def begin_span(self, kind: str, name: str) -> None:
+        """Begin a span inside of the one under way: recomputation runs within backward."""
+        if (span := begin_span(kind, name)) is not None:
+            self.spans.append(span)
 
     def end_span(self) -> None:
         """Note that the pass which was begun is over."""
-        if self.span is not None:
-            self.span.finish()
-            self.span = None
+        if self.spans:
+            self.spans.pop().finish()
 
 
 class DMuonRuntime:
@@ -102,7 +106,7 @@ class DMuonRuntime:
             self._prefetch_forward()
         if torch.is_grad_enabled() or (self._root_is_running and self._root_wants_gradients):
             state.is_pending = True
-        state.span = begin_span("recomputation" if recomputing else "forward", unit.label)
+        state.begin_span("recomputation" if recomputing else "forward", unit.label)
         # A recomputation whose original forward is still watched must not be watched twice.
         if not torch.is_grad_enabled() or (recomputing and (state.in_backward or state.outstanding)):
             return None
@@ -178,7 +182,7 @@ class DMuonRuntime:
         state.is_prefetched = False
         unit.install()
         self._prefetch_backward(unit)
-        state.span = begin_span("backward", unit.label)
+        state.begin_span("backward", unit.label)
 
     def finish_backward(self, unit: Unit, token: ForwardToken) -> None:
         """Deal with the unit's gradients if this was its last forward: its input's gradient has been computed."""
@@ -236,16 +240,17 @@ class DMuonRuntime:
         unsent = []  # ran in an earlier micro-batch only: after all others, which may have been reduced long ago
         for unit in ordered:
             state = self._states[unit]
-            state.end_span()
+            while state.spans:
+                state.end_span()
             if state.is_pending or state.in_backward:
                 if not state.is_ready:
                     self._release(unit)
                 self._reduce(unit)
-            elif unit.has_unsent and self.requires_gradient_sync:
-                unsent.append(unit)
             else:
                 unit.uninstall()
                 unit.free()
+                if unit.has_unsent and self.requires_gradient_sync:
+                    unsent.append(unit)
             state.outstanding.clear()
             state.in_backward = state.is_prefetched = False
             state.positions.clear()

@@ -104,9 +104,11 @@ class Pending:
     def _wait_for(self, work: dist.Work | StreamMark, span: Span | None) -> None:
         if span is not None:
             span.wait()
-        if self._timeout is None:
-            work.wait()
-        else:
-            work.wait(self._timeout)
-        if span is not None:
-            span.finish()
+        try:
+            if self._timeout is None:
+                work.wait()
+            else:
+                work.wait(self._timeout)
+        finally:
+            if span is not None:
+                span.finish()

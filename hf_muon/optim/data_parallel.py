@@ -17,7 +17,7 @@ from .notices import inform_once, logger
 from .parameter_state import resting_state
 from .quantized import plain_momentum
 from .state_spec import ROW_STATISTICS, spec_of
-from .tensor_layout import is_dtensor
+from .tensor_layout import is_dtensor, is_owned
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -233,6 +233,7 @@ class SharedWork:
 
     def _say_if_repeated(self) -> None:
         """Say once, at the first step, that every rank does the same work and how to change that."""
+        self._say_if_rates_are_unused()
         if self._replicas or self._config.dmuon == "off" or not torch.distributed.is_available():
             return
         muon = [param for _, param, group in self._labelled_params() if group["use_muon"]]
@@ -245,6 +246,23 @@ class SharedWork:
             )
 
     # ------------------------------------------------------------------ inner workings
+
+    def _check_rates(self) -> None:
+        """Read the file of rates where no other rank could be waiting: a wrong path then fails in a trial run too.
+
+        Raises:
+            ValueError: it is none that `hf-muon calibrate` wrote.
+        """
+        is_job = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self._config.rates is not None and not (is_job and torch.distributed.get_world_size() > 1):
+            from ..distributed.rates import read_rates
+
+            read_rates(self._config.rates)
+
+    def _say_if_rates_are_unused(self) -> None:
+        has_owners = self._replicas or any(is_owned(param) for _, param, _ in self._labelled_params())
+        if self._config.rates is not None and not has_owners:
+            inform_once(f"rates={self._config.rates} is not used: no matrix has an owner here.")
 
     def _matrices_in(self, ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
         mine = {id(param) for _, param, group in self._labelled_params() if group["use_muon"]}

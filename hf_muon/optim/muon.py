@@ -80,6 +80,7 @@ class MuonWithAuxAdam(SharedWork, StepReports, torch.optim.Optimizer):
         if self._config.momentum_dtype == "int8":
             check_library()
         self._set_missing_attributes()
+        self._check_rates()
         groups = as_groups(params_or_groups)
         base_lr = self._config.lr
         if base_lr is None:

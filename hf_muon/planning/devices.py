@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -140,7 +141,13 @@ def _figure(key: str, value: Any) -> float | int | bool:
         number = int(value) if key == "ranks_per_node" else float(value)
     except (TypeError, ValueError):
         number = -1
-    may_be_zero = key in ("intra_latency", "inter_latency", "launch")
-    if not (number > 0 or (number == 0 and may_be_zero)):
-        raise ValueError(f"{key} must be a number {'of at least' if may_be_zero else 'above'} 0; got {value!r}.")
+    what, fits = "a number above 0", number > 0
+    if key in ("intra_latency", "inter_latency", "launch"):
+        what, fits = "a number of at least 0", number >= 0
+    elif key == "ranks_per_node":
+        what = "a whole number of at least 1"
+    elif key.endswith("_share"):
+        what, fits = "a share of product_flops, above 0 and at most 1", 0 < number <= 1
+    if not (fits and math.isfinite(number)):
+        raise ValueError(f"{key} must be {what}; got {value!r}.")
     return number

@@ -113,3 +113,17 @@ def test_ranges_in_a_profile_name_units_and_shapes(seed):
     expected = {f"hf_muon::{act} {what}" for act in ("issue", "wait") for what in whats}
     for names in run_on_ranks(2, profiled_step, seed):
         assert expected | {"hf_muon::newton_schulz 1 x 3x8x6"} <= names
+
+
+def open_spans(seed, ckpt):
+    net = models.shard(models.make_model(seed, layers=LAYERS, ckpt=ckpt))
+    with record_spans() as spans:
+        for step in range(2):
+            models.loss_of(net, models.batch(seed, dist.get_rank(), step)).backward()
+    return len(spans), [s.kind for s in spans if s.end is None]
+
+
+@pytest.mark.parametrize("ckpt", [None, "reentrant", "non-reentrant"])
+def test_every_span_ends_under_checkpointing(seed, ckpt):
+    for count, unfinished in run_on_ranks(2, open_spans, seed, ckpt):
+        assert count > 4 * LAYERS and unfinished == []

@@ -99,3 +99,10 @@ def _print_table(rates: DeviceRates) -> None:
         table.add_row(f"{row.short} x {row.long}", row.method, *cells)
     results.print()
     results.print(table)
+    largest = max(rates.newton_schulz, key=lambda row: row.short * row.long)
+    results.print(
+        f"Larger matrices are taken to run at the rate of {largest.short} x {largest.long};"
+        " more --seconds measure them.",
+        style="dim",
+        markup=False,
+    )

@@ -62,7 +62,7 @@ def describe_environment() -> dict[str, Any]:
             },
             "adamw half": {
                 "used": "fused" if cuda else "foreach",
-                "why": "fused_adam=auto: fused where the device has it, else foreach",
+                "why": "fused_adam=auto: fused where the device has it, else torch's default",
             },
         },
     }

@@ -33,7 +33,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Also write the pictures to this page.")] = None,
     rates: Annotated[Path | None, typer.Option(help="File of hf-muon calibrate: balance owners by seconds.")] = None,
     simulate: Annotated[bool, typer.Option("--simulate", help="Simulate a step on 8 to 4,096 ranks.")] = False,
-    device: Annotated[str, typer.Option(help="For --simulate: a100, h100, h200 or b200.")] = "h100",
+    device: Annotated[str | None, typer.Option(help="For --simulate: a100, h100 (default), h200 or b200.")] = None,
     figures: Annotated[
         list[str] | None, typer.Option("--set", help="For --simulate: KEY=VALUE of the device; may repeat.")
     ] = None,
@@ -60,11 +60,11 @@ def plan(
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
-    if not simulate and (figures or grouped):
-        raise UsageError("--set and --grouped are for --simulate. Add --simulate.")
+    if not simulate and (figures or grouped or device):
+        raise UsageError("--device, --set and --grouped are for --simulate. Add --simulate.")
     simulated = None
     if simulate:
-        simulated = run_simulation(model, found, checkpointing, device, figures or (), grouped)
+        simulated = run_simulation(model, found, checkpointing, device or "h100", figures or (), grouped)
     if html is not None:
         _write_page(found, html, simulated)
     if json:

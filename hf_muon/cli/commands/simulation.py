@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from ..console import results
 from ..errors import UsageError
 
 if TYPE_CHECKING:
+    from ...planning.devices import SimulatedDevice
     from ...planning.plan import Plan
     from ...planning.simulation import SimulatedStep, Simulation
 
@@ -45,7 +47,7 @@ def run_simulation(
 
     micro_batch, seq_len = planned.batch[:2] if planned.batch is not None else (MICRO_BATCH, SEQ_LEN)
     try:
-        found = find_device(device)
+        found = find_device(device.lower())
         if planned.rates is not None:
             found = found.with_rates(planned.rates)
         found = replace_figures(found, _pairs(figures))  # what the user states wins over what was measured
@@ -70,7 +72,8 @@ def print_simulation(found: Simulation, world_size: int) -> None:
     how = "with" if found.checkpointing else "without"
     results.print(
         f"{found.micro_batch} x {found.seq_len} tokens per rank, {how} checkpointing. Products "
-        f"{device.product_flops / 1e12:,.4g} TFLOP/s, memory {device.memory_bytes / 1e9:,.4g} GB/s, links "
+        f"{device.product_flops / 1e12:,.4g} TFLOP/s, memory {device.memory_bytes / 1e9:,.4g} GB/s, "
+        f"links{_whose(device)} "
         f"{device.intra_bytes / 1e9:,.4g} GB/s in and {device.inter_bytes / 1e9:,.4g} GB/s out of a machine of "
         f"{device.ranks_per_node}. No measurement of a run: see docs/planning.md.",
         style="dim",
@@ -80,9 +83,15 @@ def print_simulation(found: Simulation, world_size: int) -> None:
     results.print(_parts_table(found, world_size))
     results.print()
     results.print(_overhead_table(found))
+    results.print("Each over AdamW under the same sharding; bold is the shortest step.", style="dim", markup=False)
     results.print()
     for line in findings(found):
         results.print(line, markup=False)
+
+
+def _whose(device: SimulatedDevice) -> str:
+    is_assumed = device.rates is not None and device.rates.link_bytes is None
+    return " (assumed, not in the file of rates)" if is_assumed else ""
 
 
 def findings(found: Simulation) -> list[str]:
@@ -95,16 +104,39 @@ def findings(found: Simulation) -> list[str]:
             runs.append((design, []))
         runs[-1][1].append(count)
     for design, counts in runs:
-        lines.append(f"Fastest Muon on {_span(counts)} ranks: {design}.")
+        lines.append(f"Fastest Muon on {_span(counts)} ranks: {design}{_remark(found, design, counts)}.")
     for limit, text in (
         ("latency", "the latency of many collectives costs 5 % of the step or more"),
         ("idle ranks", "some ranks own nothing"),
     ):
         for design in dict.fromkeys(step.design for step in found.steps if "dmuon" in step.design):
-            counts = [s.ranks for s in found.steps if s.design == design and limit in s.limits]
-            if counts:
-                lines.append(f"{design}, {_span(counts)} ranks: {text}.")
+            hit = {s.ranks for s in found.steps if s.design == design and limit in s.limits}
+            simulated = [count for count in found.ranks if found.find(design, count) is not None]
+            for is_hit, group in itertools.groupby(simulated, key=hit.__contains__):
+                if is_hit:
+                    lines.append(f"{design}, {_span(list(group))} ranks: {text}.")
     return lines
+
+
+def _remark(found: Simulation, design: str, counts: Sequence[int]) -> str:
+    """Return what else to know about the fastest design: one that is as fast, or what there is in its place."""
+    steps = [s for s in found.steps if s.ranks in counts and not s.design.startswith("adamw")]
+    if design == "all-to-all":
+        dmuon = (min((s for s in steps if s.ranks == c and "dmuon" in s.design), key=_seconds) for c in counts)
+        offered = " or ".join(dict.fromkeys(step.design for step in dmuon))
+        return f", which hf-muon does not offer; next of what it does: {offered}"
+    best = {s.ranks: s.step_seconds for s in steps if s.design == design}
+    alike = [
+        name
+        for name in dict.fromkeys(s.design for s in steps if s.design != design)
+        if len(near := [s for s in steps if s.design == name]) == len(counts)
+        and all(s.step_seconds <= 1.001 * best[s.ranks] for s in near)
+    ]
+    return f", and {', '.join(alike)} alike" if alike else ""
+
+
+def _seconds(step: SimulatedStep) -> float:
+    return step.step_seconds
 
 
 def _span(counts: list[int]) -> str:
@@ -155,6 +187,7 @@ def _pairs(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ValueError(f"--set must be KEY=VALUE; got {word!r}.{nearest(word, SETTABLE)}")
+            hint = f" For instance {word}=0.5." if word in SETTABLE else nearest(word, SETTABLE)
+            raise ValueError(f"--set must be KEY=VALUE; got {word!r}.{hint}")
         pairs[key.strip()] = value.strip()
     return pairs

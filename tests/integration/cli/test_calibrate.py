@@ -69,7 +69,12 @@ def test_tables_of_a_simulation(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--set", "launch=0"], "--set and --grouped are for --simulate. Add --simulate."),
+        (["--set", "launch=0"], "--device, --set and --grouped are for --simulate. Add --simulate."),
+        (["--device", "a100"], "--device, --set and --grouped are for --simulate. Add --simulate."),
+        (["--simulate", "--set", "pass_share=inf"], "pass_share must be a share of product_flops"),
+        (["--simulate", "--set", "ns_share=1.5"], "above 0 and at most 1; got '1.5'"),
+        (["--simulate", "--set", "ranks_per_node=2.5"], "ranks_per_node must be a whole number of at least 1"),
+        (["--simulate", "--set", "pass_share"], "For instance pass_share=0.5."),
         (["--simulate", "--set", "lunch=0"], "'lunch' is no figure of a device. Did you mean 'launch'?"),
         (["--simulate", "--set", "launch"], "--set must be KEY=VALUE; got 'launch'."),
         (["--simulate", "--device", "h10"], "device must be one of a100, h100, h200, b200; got 'h10'."),

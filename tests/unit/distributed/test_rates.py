@@ -79,6 +79,9 @@ def test_costs_of_a_plan_are_seconds():
         (lambda d: d["newton_schulz"][0].update(method="cubic"), "positive seconds of known forms"),
         (lambda d: d.update(memory_bytes=math.nan), "memory_bytes must be above 0, not nan"),
         (lambda d: d.update(link_bytes="fast"), "could not convert"),
+        (lambda d: d.update(threads=math.inf), "cannot convert float infinity"),
+        (lambda d: d["newton_schulz"][0].update(long=10**400), "positive seconds of known forms"),
+        (lambda d: d["newton_schulz"][0].update(seconds=1e-320), "positive seconds of known forms"),
     ],
 )
 def test_bad_files_are_one_error(tmp_path, change, message):
@@ -92,7 +95,7 @@ def test_bad_files_are_one_error(tmp_path, change, message):
 
 
 def test_what_is_no_file_of_rates(tmp_path):
-    for text in ("[1]", "{", "3"):
+    for text in ("[1]", "{", "3", "[" * 100_000):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(ValueError, match="rates must be a file that hf-muon calibrate wrote"):
             read_rates(tmp_path / "x.json")
@@ -129,3 +132,21 @@ def test_calibration_measures_every_form_and_keeps_its_time():
     assert all(row.seconds > 0 for row in rates.newton_schulz)
     with pytest.raises(ValueError, match="seconds must be a number above 0; got 0"):
         calibrate("cpu", seconds=0)
+
+
+def test_one_process_finds_a_wrong_path_and_says_that_it_has_no_owners(tmp_path, caplog):
+    def make(path):
+        return hf_muon.MuonWithAuxAdam([{"params": [param], "use_muon": True}], lr=1e-3, rates=str(path))
+
+    param = torch.nn.Parameter(torch.randn(8, 6))
+    with pytest.raises(ValueError, match="rates must be a file that hf-muon calibrate wrote"):
+        make(tmp_path / "absent.json")
+    RATES.write(tmp_path / "rates.json")
+    optimizer = make(tmp_path / "rates.json")
+    with caplog.at_level(logging.INFO, "hf_muon"):
+        for _ in range(2):
+            param.grad = torch.randn_like(param)
+            optimizer.step()
+    assert [record.getMessage() for record in caplog.records if "is not used" in record.getMessage()] == [
+        f"rates={tmp_path / 'rates.json'} is not used: no matrix has an owner here."
+    ]
