@@ -30,12 +30,14 @@ HEADS = "tests/unit/param_groups/test_heads.py"
 CONVOLUTIONS = "tests/unit/param_groups/test_convolutions.py"
 TAGGING = "tests/unit/param_groups/test_tagging.py"
 NS = "tests/unit/orthogonalize/test_newton_schulz.py"
+INT8 = "tests/unit/optim/test_optim_int8.py"
 CONSTRUCTION = "tests/unit/optim/test_optim_construction.py"
 
 FUNCTIONAL = "hf_muon/optim/functional.py"
 ADAM = "hf_muon/optim/auxiliary_adam.py"
 VIEW = "hf_muon/param_groups/views.py"
 NEWTON_SCHULZ = "hf_muon/orthogonalize/newton_schulz.py"
+QUANTIZED = "hf_muon/optim/quantized.py"
 ITERATION = "hf_muon/orthogonalize/iteration.py"
 COEFFICIENTS = "hf_muon/orthogonalize/coefficients.py"
 
@@ -210,6 +212,19 @@ MUTANTS = [
         "(x.mT, x) if x.shape[-2] <= x.shape[-1] else (x, x.mT)",
         NS,
     ),
+    Mutant(
+        "gram: identity left out for small squares",
+        ITERATION,
+        "alpha=a, out=out)",
+        "alpha=0.0, out=out)",
+        NS,
+    ),
+    # what rests elsewhere, what is written in place
+    Mutant(
+        "the update overwrites the momentum", FUNCTIONAL, "in_place=options.nesterov and", "in_place=True and", UPDATE
+    ),
+    Mutant("codes one level off", QUANTIZED, "torch.arange(-128, 128,", "torch.arange(-127, 129,", INT8),
+    Mutant("blocks cross experts", QUANTIZED, "shape[0] if len(shape) > 2 else 1", "1", INT8),
     # AdamW half
     Mutant("betas swapped", ADAM, "beta1=float(betas[0]),", "beta1=float(betas[1]),", ADAMW),
     Mutant("AdamW ascends", ADAM, "maximize=False", "maximize=True", ADAMW),
